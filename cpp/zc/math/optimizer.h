@@ -1,0 +1,98 @@
+// Element math of the optimizers: one definition for the CPU and for CUDA, no layout, no fused
+// multiply-add (compile with -ffp-contract=off / --fmad=false). fp32 throughout; scalars are computed in
+// double on the host and rounded once.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "zc/base/host_device.h"
+
+namespace zc::math {
+
+// base^exponent by integer squaring: the same bits on every machine, at any step, after any resume.
+ZC_HOST_DEVICE inline double integer_power(double base, std::int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+// Hyperparameters of one parameter group, as the user gives them.
+struct AdamHyper {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  bool decoupled_weight_decay = true;  // true: AdamW (Loshchilov & Hutter 2019); false: Adam with L2
+  bool bias_correction = true;
+};
+
+struct AdamScalars {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
+  float step_size;       // lr / (1 - beta1^t)
+  float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^t)
+  float decay;           // 1 - lr * weight_decay (decoupled), else 1
+  float l2;              // weight_decay (coupled), else 0
+};
+
+// step: t of the update about to be made, 1 for a parameter's first.
+ZC_HOST_DEVICE inline AdamScalars adam_scalars(const AdamHyper& h, std::int64_t step) {
+  const double bias1 = h.bias_correction ? 1 - integer_power(h.beta1, step) : 1;
+  const double bias2 = h.bias_correction ? 1 - integer_power(h.beta2, step) : 1;
+  return {static_cast<float>(h.beta1),
+          static_cast<float>(1 - h.beta1),
+          static_cast<float>(h.beta2),
+          static_cast<float>(1 - h.beta2),
+          static_cast<float>(h.eps),
+          static_cast<float>(h.lr / bias1),
+          static_cast<float>(1 / std::sqrt(bias2)),
+          static_cast<float>(h.decoupled_weight_decay ? 1 - h.lr * h.weight_decay : 1.0),
+          static_cast<float>(h.decoupled_weight_decay ? 0.0 : h.weight_decay)};
+}
+
+// Adam (Kingma & Ba 2015, algorithm 1) on one element. `grad` is already unscaled and clipped.
+ZC_HOST_DEVICE inline void adam_element(const AdamScalars& s, float grad, float& param, float& exp_avg,
+                                        float& exp_avg_sq) {
+  grad = grad + s.l2 * param;
+  exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
+  exp_avg_sq = s.beta2 * exp_avg_sq + (s.one_minus_beta2 * grad) * grad;
+  const float denominator = std::sqrt(exp_avg_sq) * s.inv_sqrt_bias2 + s.eps;
+  param = s.decay * param - s.step_size * (exp_avg / denominator);
+}
+
+struct SgdHyper {
+  double lr = 1e-3, momentum = 0, dampening = 0, weight_decay = 0;
+  bool nesterov = false;
+};
+
+struct SgdScalars {
+  float lr, momentum, one_minus_dampening, weight_decay;
+  bool nesterov;
+  bool first;  // the momentum buffer starts as the gradient itself, as in torch.optim.SGD
+};
+
+ZC_HOST_DEVICE inline SgdScalars sgd_scalars(const SgdHyper& h, std::int64_t step) {
+  return {static_cast<float>(h.lr),
+          static_cast<float>(h.momentum),
+          static_cast<float>(1 - h.dampening),
+          static_cast<float>(h.weight_decay),
+          h.nesterov,
+          step == 1};
+}
+
+// SGD without momentum on one element.
+ZC_HOST_DEVICE inline void sgd_element(const SgdScalars& s, float grad, float& param) {
+  grad = grad + s.weight_decay * param;
+  param = param - s.lr * grad;
+}
+
+// SGD with (Nesterov) momentum on one element, torch.optim.SGD's formulation.
+ZC_HOST_DEVICE inline void sgd_momentum_element(const SgdScalars& s, float grad, float& param,
+                                                float& momentum_buffer) {
+  grad = grad + s.weight_decay * param;
+  momentum_buffer = s.first ? grad : s.momentum * momentum_buffer + s.one_minus_dampening * grad;
+  const float direction = s.nesterov ? grad + s.momentum * momentum_buffer : momentum_buffer;
+  param = param - s.lr * direction;
+}
+
+}  // namespace zc::math
