@@ -1,0 +1,72 @@
+// What a device must be able to do to memory. Inputs, outputs, scalars, stream, in that order.
+//
+// Every kernel is element-wise over the functors of zc/math, so a result never depends on how a buffer was
+// cut, which instruction set ran, or which device. Views are checked by the callers, once, not here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "zc/base/buffer_view.h"
+#include "zc/math/exact_sum.h"
+#include "zc/math/optimizer.h"
+#include "zc/math/step_scalars.h"
+
+namespace zc::device {
+
+// An ordered queue of work. The CPU has one and runs it at once.
+struct Stream {
+  void* handle = nullptr;
+};
+
+// Consecutive elements of one parameter inside a flat buffer. `slot` is the parameter's index in the arrays
+// of per-parameter scalars and flags.
+struct Piece {
+  std::int64_t offset = 0;
+  std::int64_t numel = 0;
+  std::int32_t slot = 0;
+};
+
+// The flat buffers an optimizer works on, all of the same length, addressed by Piece::offset.
+struct OptimizerBuffers {
+  float* grad = nullptr;   // the fp32 accumulator; read, then set to +0
+  float* param = nullptr;  // fp32 parameter or fp32 master
+  float* state1 = nullptr; // Adam: exp_avg; SGD: momentum buffer, or null without momentum
+  float* state2 = nullptr; // Adam: exp_avg_sq
+  void* model = nullptr;   // where the updated parameter goes, rounded to model_dtype; null: param is the model's
+  DType model_dtype = DType::kF32;
+};
+
+class Kernels {
+ public:
+  virtual ~Kernels() = default;
+
+  virtual void zero(BufferView out, Stream stream) = 0;
+
+  // Element conversion between fp32, fp16 and bf16, round to nearest even; equal dtypes copy the bits.
+  virtual void cast(BufferView in, BufferView out, Stream stream) = 0;
+
+  // The ordered fold: for each i, acc[i] = ((acc[i] + in[0][i]) + in[1][i]) + ..., in fp32.
+  // in: `in.size()` arrays of acc.numel elements of dtype. acc: fp32.
+  virtual void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
+
+  // Adds the squares of in[piece] to *sum, exactly and free of order over blocks: a block is up to 1024 consecutive
+  // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
+  // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves
+  // (l + l+8, + 4, + 2, + 1). nonfinite[slot] is set to 1 when a square is inf or NaN, and that block is left out.
+  virtual void square_sum(const float* in, std::span<const Piece> pieces, math::ExactSum* sum,
+                          std::uint8_t* nonfinite, Stream stream) = 0;
+
+  // One pass: unscale and clip (step->factor), update, cast to the model dtype, zero the accumulator.
+  // scalars: one a slot. With step->skip only the accumulator is zeroed.
+  virtual void adam(std::span<const Piece> pieces, const math::AdamScalars* scalars, const math::StepScalars* step,
+                    const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,
+                   const OptimizerBuffers& buffers, Stream stream) = 0;
+};
+
+// The CPU implementation; one instance a process.
+Kernels& cpu_kernels();
+
+}  // namespace zc::device

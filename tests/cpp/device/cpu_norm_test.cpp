@@ -1,0 +1,69 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "device/guarded.h"
+#include "zc/math/norm.h"
+
+namespace zc::device {
+namespace {
+
+math::ExactSum square_sum(const float* in, const std::vector<Piece>& pieces, std::vector<std::uint8_t>& nonfinite) {
+  math::ExactSum sum;
+  cpu_kernels().square_sum(in, pieces, &sum, nonfinite.data(), {});
+  sum.normalize();
+  return sum;
+}
+
+TEST(CpuSquareSum, AddsBlocksFromEachPiecesStart) {
+  for (std::size_t numel : sizes()) {
+    Guarded<float> in(numel + 3);
+    std::fill_n(in.data(), 3, 1e30f);  // outside the piece
+    fill_random(in.data() + 3, numel, static_cast<unsigned>(numel));
+    math::ExactSum expected;
+    for (std::size_t begin = 0; begin < numel; begin += 1024) {
+      const auto count = static_cast<std::int64_t>(std::min<std::size_t>(1024, numel - begin));
+      expected.add(math::square_sum_block(in.data() + 3 + begin, count));
+    }
+    expected.normalize();
+    std::vector<std::uint8_t> nonfinite(1, 0);
+    const math::ExactSum sum = square_sum(in.data(), {{3, static_cast<std::int64_t>(numel), 0}}, nonfinite);
+    EXPECT_EQ(sum.limbs(), expected.limbs()) << numel;
+    EXPECT_EQ(nonfinite[0], 0);
+    EXPECT_TRUE(in.intact());
+  }
+}
+
+TEST(CpuSquareSum, CutsAtBlocksAndTheirOrderDoNotMatter) {
+  std::vector<float> in(10'007);
+  fill_random(in.data(), in.size(), 1);
+  std::vector<std::uint8_t> nonfinite(2, 0);
+  const math::ExactSum whole = square_sum(in.data(), {{0, 10'007, 1}}, nonfinite);
+  const math::ExactSum cut = square_sum(in.data(), {{5120, 4887, 1}, {1024, 4096, 1}, {0, 1024, 1}}, nonfinite);
+  EXPECT_EQ(cut.limbs(), whole.limbs());
+}
+
+TEST(CpuSquareSum, AddsToTheSum) {
+  const std::vector<float> in(16, 2.0f);
+  std::vector<std::uint8_t> nonfinite(1, 0);
+  math::ExactSum sum;
+  sum.add(0.5);
+  cpu_kernels().square_sum(in.data(), std::vector<Piece>{{0, 16, 0}}, &sum, nonfinite.data(), {});
+  EXPECT_EQ(sum.to_double(), 64.5);
+}
+
+TEST(CpuSquareSum, FlagsTheSlotAndLeavesTheBlockOut) {
+  for (float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+                    std::numeric_limits<float>::quiet_NaN()}) {
+    std::vector<float> in(4096, 1.0f);
+    in[1500] = bad;
+    std::vector<std::uint8_t> nonfinite{0, 0, 1};
+    const math::ExactSum sum = square_sum(in.data(), {{0, 1024, 0}, {1024, 3072, 1}}, nonfinite);
+    EXPECT_EQ(sum.to_double(), 3072);  // without the block [1024, 2048)
+    EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1, 1}));  // flags are never cleared
+  }
+}
+
+}  // namespace
+}  // namespace zc::device

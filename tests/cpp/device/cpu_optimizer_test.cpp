@@ -1,0 +1,185 @@
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "device/guarded.h"
+#include "zc/base/error.h"
+#include "zc/math/cast.h"
+
+namespace zc::device {
+namespace {
+
+enum class Kind { kAdam, kSgd, kMomentum };
+
+struct NoModel {};  // the fp32 parameter is the model's own
+
+// The buffers of one optimizer, and the same update made element by element with the functors of zc/math.
+template <class Model>
+struct Fixture {
+  static constexpr bool kHasModel = !std::is_same_v<Model, NoModel>;
+  using ModelElement = std::conditional_t<kHasModel, Model, float>;
+
+  Fixture(std::size_t numel, std::size_t shift)
+      : grad(numel, shift), param(numel, shift), state1(numel, shift), state2(numel, shift), model(numel, shift) {
+    fill_random(grad.data(), numel, 1);
+    fill_random(param.data(), numel, 2);
+    fill_random(state1.data(), numel, 3);
+    fill_random(state2.data(), numel, 4);
+    for (float& value : state2) value = value * value;
+  }
+
+  OptimizerBuffers buffers(Kind kind) {
+    OptimizerBuffers out{grad.data(), param.data(), nullptr, nullptr, nullptr, DType::kF32};
+    if (kind != Kind::kSgd) out.state1 = state1.data();
+    if (kind == Kind::kAdam) out.state2 = state2.data();
+    if constexpr (kHasModel) {
+      out.model = model.data();
+      out.model_dtype = kDType<Model>;
+    }
+    return out;
+  }
+
+  template <class Scalars>
+  void run(Kind kind, const std::vector<Piece>& pieces, const Scalars& scalars, const math::StepScalars& step) {
+    if constexpr (std::is_same_v<Scalars, std::vector<math::AdamScalars>>) {
+      cpu_kernels().adam(pieces, scalars.data(), &step, buffers(kind), {});
+    } else {
+      cpu_kernels().sgd(pieces, scalars.data(), &step, buffers(kind), {});
+    }
+  }
+
+  void reference_element(const math::AdamScalars& scalars, Kind, float scaled, std::size_t i) {
+    math::adam_element(scalars, scaled, param[i], state1[i], state2[i]);
+  }
+  void reference_element(const math::SgdScalars& scalars, Kind kind, float scaled, std::size_t i) {
+    if (kind == Kind::kMomentum) {
+      math::sgd_momentum_element(scalars, scaled, param[i], state1[i]);
+    } else {
+      math::sgd_element(scalars, scaled, param[i]);
+    }
+  }
+
+  template <class Scalars>
+  void reference(Kind kind, const std::vector<Piece>& pieces, const Scalars& scalars, const math::StepScalars& step) {
+    for (const Piece& piece : pieces) {
+      const auto begin = static_cast<std::size_t>(piece.offset), end = begin + static_cast<std::size_t>(piece.numel);
+      for (std::size_t i = begin; i < end; ++i) {
+        reference_element(scalars[static_cast<std::size_t>(piece.slot)], kind, grad[i] * step.factor, i);
+        if constexpr (kHasModel) model[i] = math::from_float<Model>(param[i]);
+        grad[i] = 0.0f;
+      }
+    }
+  }
+
+  Guarded<float> grad, param, state1, state2;
+  Guarded<ModelElement> model;
+};
+
+template <class Model>
+void expect_equal(Fixture<Model>& got, Fixture<Model>& expected) {
+  expect_same_bits(got.grad.values(), expected.grad.values(), "grad");
+  expect_same_bits(got.param.values(), expected.param.values(), "param");
+  expect_same_bits(got.state1.values(), expected.state1.values(), "state1");
+  expect_same_bits(got.state2.values(), expected.state2.values(), "state2");
+  expect_same_bits(got.model.values(), expected.model.values(), "model");
+  for (auto* buffer : {&got.grad, &got.param, &got.state1, &got.state2}) EXPECT_TRUE(buffer->intact());
+  EXPECT_TRUE(got.model.intact());
+}
+
+const math::StepScalars kStep{.grad_norm = 1, .clip = 1, .factor = 0.3f, .skip = 0};
+
+std::vector<math::AdamScalars> adam_slots() {
+  return {math::adam_scalars({.lr = 1e-2, .weight_decay = 0.1}, 3),
+          math::adam_scalars({.lr = 1e-3, .weight_decay = 0.1, .decoupled_weight_decay = false}, 1)};
+}
+std::vector<math::SgdScalars> sgd_slots(double momentum) {
+  return {math::sgd_scalars({.lr = 0.1, .momentum = momentum, .dampening = 0.1, .weight_decay = 0.01}, 2),
+          math::sgd_scalars({.lr = 0.1, .momentum = momentum, .nesterov = momentum > 0}, 5),
+          math::sgd_scalars({.lr = 0.1, .momentum = momentum, .nesterov = momentum > 0}, 1)};
+}
+
+// Whole buffers of every size, then several pieces with a gap before, between and after them.
+template <class Model, class Scalars>
+void check_kernel(Kind kind, const Scalars& scalars) {
+  for (std::size_t numel : sizes()) {
+    const std::vector<Piece> pieces{{0, static_cast<std::int64_t>(numel), static_cast<std::int32_t>(numel % 2)}};
+    Fixture<Model> got(numel, numel % 2), expected(numel, numel % 2);
+    got.run(kind, pieces, scalars, kStep);
+    expected.reference(kind, pieces, scalars, kStep);
+    expect_equal(got, expected);
+  }
+  const auto last = static_cast<std::int32_t>(scalars.size() - 1);
+  const std::vector<Piece> pieces{{64, 64, 0}, {192, 1, last}, {256, 63, 0}, {1024, 4097, last}};
+  Fixture<Model> got(6000, 0), expected(6000, 0);
+  got.run(kind, pieces, scalars, kStep);
+  expected.reference(kind, pieces, scalars, kStep);
+  expect_equal(got, expected);
+}
+
+template <class Scalars>
+void check_kernels(Kind kind, const Scalars& scalars) {
+  check_kernel<NoModel>(kind, scalars);
+  check_kernel<float>(kind, scalars);
+  check_kernel<F16>(kind, scalars);
+  check_kernel<BF16>(kind, scalars);
+}
+
+TEST(CpuAdam, MatchesTheFunctor) { check_kernels(Kind::kAdam, adam_slots()); }
+TEST(CpuSgd, PlainMatchesTheFunctor) { check_kernels(Kind::kSgd, sgd_slots(0)); }
+TEST(CpuSgd, MomentumMatchesTheFunctor) { check_kernels(Kind::kMomentum, sgd_slots(0.9)); }
+
+template <class Scalars>
+void check_cuts(Kind kind, const Scalars& scalars) {
+  Fixture<BF16> whole(10'007, 0), cut(10'007, 0);
+  whole.run(kind, {{0, 10'007, 0}}, scalars, kStep);
+  cut.run(kind, {{7168, 2839, 0}, {0, 1024, 0}, {1024, 6144, 0}}, scalars, kStep);
+  expect_equal(cut, whole);
+}
+
+TEST(CpuAdam, CutsDoNotMatter) { check_cuts(Kind::kAdam, adam_slots()); }
+TEST(CpuSgd, CutsDoNotMatter) { check_cuts(Kind::kMomentum, sgd_slots(0.9)); }
+
+template <class Scalars>
+void check_skip(Kind kind, const Scalars& scalars) {
+  const math::StepScalars skip{.grad_norm = 0, .clip = 1, .factor = 1, .skip = 1};
+  Fixture<F16> got(3000, 0), expected(3000, 0);
+  got.grad[70] = std::numeric_limits<float>::quiet_NaN();
+  got.run(kind, {{64, 100, 0}, {1024, 1500, 0}}, scalars, skip);
+  std::fill_n(expected.grad.data() + 64, 100, 0.0f);
+  std::fill_n(expected.grad.data() + 1024, 1500, 0.0f);
+  expect_equal(got, expected);
+}
+
+TEST(CpuAdam, SkipOnlyZeroesTheAccumulator) { check_skip(Kind::kAdam, adam_slots()); }
+TEST(CpuSgd, SkipOnlyZeroesTheAccumulator) { check_skip(Kind::kMomentum, sgd_slots(0.9)); }
+
+TEST(CpuSgd, NoMomentumLeavesTheBufferOfOtherGroupsAlone) {
+  const math::SgdHyper damped{.lr = 0.5, .momentum = 0, .dampening = 0.5};  // dampening belongs to momentum
+  Fixture<NoModel> got(100, 0), expected(100, 0);
+  got.run(Kind::kMomentum, {{0, 100, 0}}, std::vector{math::sgd_scalars(damped, 2)}, kStep);
+  expected.reference(Kind::kSgd, {{0, 100, 0}}, std::vector{math::sgd_scalars(damped, 2)}, kStep);
+  expect_equal(got, expected);
+}
+
+TEST(CpuOptimizer, NoSuchModelDtype) {
+  Fixture<float> fixture(1, 0);
+  OptimizerBuffers buffers = fixture.buffers(Kind::kAdam);
+  buffers.model_dtype = DType::kI64;
+  const std::vector<Piece> pieces{{0, 1, 0}};
+  const auto expect_error = [](const auto& call) {
+    try {
+      call();
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInternal);
+      EXPECT_NE(std::string(error.what()).find("no such model dtype: got int64"), std::string::npos) << error.what();
+    }
+  };
+  expect_error([&] { cpu_kernels().adam(pieces, adam_slots().data(), &kStep, buffers, {}); });
+  expect_error([&] { cpu_kernels().sgd(pieces, sgd_slots(0).data(), &kStep, buffers, {}); });
+}
+
+}  // namespace
+}  // namespace zc::device
