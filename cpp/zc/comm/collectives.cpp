@@ -1,0 +1,196 @@
+#include "zc/comm/collectives.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "zc/base/error.h"
+#include "zc/device/kernels.h"
+
+namespace zc::comm {
+namespace {
+
+// Messages that are received into staging: small enough that a piece is folded from cache while the next one comes.
+constexpr std::int64_t kStagedPieceBytes = std::int64_t{1} << 20;
+// Messages that are received in place.
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
+
+// Pieces alternate between two slots, each with a lane for what comes and one for what goes.
+std::size_t receives(std::int64_t piece) { return static_cast<std::size_t>(piece & 1); }
+std::size_t sends(std::int64_t piece) { return 2 + static_cast<std::size_t>(piece & 1); }
+
+void combine(std::int64_t& into, std::int64_t value, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      into = static_cast<std::int64_t>(static_cast<std::uint64_t>(into) + static_cast<std::uint64_t>(value));
+      break;
+    case ReduceOp::kMax: into = std::max(into, value); break;
+    case ReduceOp::kBitOr: into |= value; break;
+  }
+}
+
+}  // namespace
+
+void Collectives::execute(const Operation& operation, Work::State& state) noexcept {
+  try {
+    endpoint_.check_usable();
+    run(operation);
+    state.complete();
+  } catch (const Error& error) {
+    give_up(operation, error, state);
+  } catch (const std::exception& error) {
+    give_up(operation, Error(ErrorKind::kInternal, concat("[comm] ", error.what())), state);
+  }
+}
+
+void Collectives::give_up(const Operation& operation, const Error& error, Work::State& state) noexcept {
+  // First the news: giving transfers up may take a while.
+  endpoint_.give_up({context_, operation.header.sequence}, error.what());
+  guard_.cancel_all();
+  state.complete(error);
+}
+
+void Collectives::run(const Operation& operation) {
+  const BufferView& in = operation.in;
+  const BufferView& out = operation.out;
+  const Op op = operation.header.op;
+  const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit;
+  const bool rides = may_ride && in.bytes() <= static_cast<std::int64_t>(kInlineBytes);
+  guard_.meet(operation.header, {in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0)},
+              operation.timeout);
+  switch (op) {
+    case Op::kReduceScatterAdd: return reduce_scatter_add(in, out);
+    case Op::kAllGather: return gather(out.as<std::byte>(), out.bytes() / guard_.size());
+    case Op::kBroadcast: return broadcast(out, operation.header.root);
+    case Op::kAllReduce: return all_reduce(out, operation.header.reduce, rides);
+    case Op::kGatherBytes:
+    case Op::kSplit: return gather_from(in, out.as<std::byte>(), rides);
+    case Op::kBarrier: return;
+  }
+}
+
+// Every rank sends source(peer) to each peer and receives target(peer, slot) from each, `bytes` long, in pieces;
+// consume(offset, count, slot) is called for each piece, in order, while the next one is under way.
+template <class Source, class Target, class Consume>
+void Collectives::exchange(std::int64_t bytes, std::int64_t piece_bytes, const Source& source, const Target& target,
+                           const Consume& consume) {
+  const std::int64_t num_pieces = (bytes + piece_bytes - 1) / piece_bytes;
+  const auto count = [&](std::int64_t piece) { return std::min(piece_bytes, bytes - piece * piece_bytes); };
+  const auto start = [&](std::int64_t piece) {
+    if (piece >= num_pieces) return;
+    guard_.wait(sends(piece));
+    for (int step = 1; step < guard_.size(); ++step) {
+      const int from = (guard_.index() + guard_.size() - step) % guard_.size();
+      guard_.receive(receives(piece), from, target(from, piece & 1, piece * piece_bytes), count(piece));
+    }
+    for (int step = 1; step < guard_.size(); ++step) {
+      const int to = (guard_.index() + step) % guard_.size();
+      guard_.send(sends(piece), to, source(to) + piece * piece_bytes, count(piece));
+    }
+  };
+  start(0);
+  for (std::int64_t piece = 0; piece < num_pieces; ++piece) {
+    start(piece + 1);
+    guard_.wait(receives(piece));
+    consume(piece * piece_bytes, count(piece), piece & 1);
+  }
+  guard_.wait(sends(0));
+  guard_.wait(sends(1));
+}
+
+void Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView& shard) {
+  auto* data = bucket.as<std::byte>();
+  const std::int64_t element = size_bytes(bucket.dtype);
+  const std::int64_t bytes = shard.numel * element;
+  std::vector<const void*> sources(static_cast<std::size_t>(guard_.size()));
+  exchange(
+      bytes, kStagedPieceBytes, [&](int peer) { return data + peer * bytes; },
+      [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); },
+      [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
+        for (int rank = 0; rank < guard_.size(); ++rank) {
+          sources[static_cast<std::size_t>(rank)] =
+              rank == guard_.index() ? data + rank * bytes + offset : staging(slot, rank);
+        }
+        device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
+      });
+}
+
+// Slice index() of `out` is this rank's; the others are filled.
+void Collectives::gather(std::byte* out, std::int64_t bytes) {
+  exchange(
+      bytes, kPieceBytes, [&](int) { return out + guard_.index() * bytes; },
+      [&](int peer, std::int64_t, std::int64_t offset) { return out + peer * bytes + offset; },
+      [](std::int64_t, std::int64_t, std::int64_t) {});
+}
+
+void Collectives::gather_from(const BufferView& in, std::byte* out, bool rides) {
+  const auto bytes = static_cast<std::size_t>(in.bytes());
+  if (bytes == 0) return;
+  if (rides) {
+    for (int rank = 0; rank < guard_.size(); ++rank) std::memcpy(out + rank * in.bytes(), guard_.payload(rank), bytes);
+    return;
+  }
+  std::memmove(out + guard_.index() * in.bytes(), in.data, bytes);
+  gather(out, in.bytes());
+}
+
+void Collectives::all_reduce(const BufferView& view, ReduceOp op, bool rides) {
+  auto* values = view.as<std::int64_t>();
+  const auto add = [&](const std::byte* theirs, std::int64_t first, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::int64_t value;
+      std::memcpy(&value, theirs + i * 8, sizeof value);
+      combine(values[first + i], value, op);
+    }
+  };
+  const auto add_all = [&](const auto& from, std::int64_t first, std::int64_t count) {
+    for (int rank = 0; rank < guard_.size(); ++rank) {
+      if (rank != guard_.index()) add(from(rank), first, count);
+    }
+  };
+  if (rides) return add_all([&](int rank) { return guard_.payload(rank); }, 0, view.numel);
+  const std::vector<std::int64_t> own(values, values + view.numel);  // peers read it while `values` changes
+  exchange(
+      view.bytes(), kStagedPieceBytes, [&](int) { return reinterpret_cast<const std::byte*>(own.data()); },
+      [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); },
+      [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
+        add_all([&](int rank) { return staging(slot, rank); }, offset / 8, count / 8);
+      });
+}
+
+// A binomial tree over the ranks counted from root: rank v hears from v without its lowest set bit.
+void Collectives::broadcast(const BufferView& view, int root) {
+  const int size = guard_.size();
+  const int relative = (guard_.index() - root + size) % size;
+  const auto member = [&](int r) { return (r + root) % size; };
+  const int reach = relative == 0 ? size : relative & -relative;  // children are below this distance
+  auto* data = view.as<std::byte>();
+  const std::int64_t num_pieces = (view.bytes() + kPieceBytes - 1) / kPieceBytes;
+  const auto count = [&](std::int64_t piece) { return std::min(kPieceBytes, view.bytes() - piece * kPieceBytes); };
+  const auto listen = [&](std::int64_t piece) {
+    if (relative == 0 || piece >= num_pieces) return;
+    guard_.receive(receives(piece), member(relative - reach), data + piece * kPieceBytes, count(piece));
+  };
+  listen(0);
+  for (std::int64_t piece = 0; piece < num_pieces; ++piece) {
+    listen(piece + 1);
+    guard_.wait(receives(piece));
+    guard_.wait(sends(piece));
+    for (int distance = 1; distance < reach && relative + distance < size; distance *= 2) {
+      guard_.send(sends(piece), member(relative + distance), data + piece * kPieceBytes, count(piece));
+    }
+  }
+  guard_.wait(sends(0));
+  guard_.wait(sends(1));
+}
+
+std::byte* Collectives::staging(std::int64_t slot, int peer) {
+  const std::int64_t num_slots = 2 * (guard_.size() - 1);
+  if (!staging_) {
+    staging_ = allocate_host(num_slots * kStagedPieceBytes);
+    staging_bytes_ = num_slots * kStagedPieceBytes;
+  }
+  const int place = peer < guard_.index() ? peer : peer - 1;
+  return staging_.get() + (slot * (guard_.size() - 1) + place) * kStagedPieceBytes;
+}
+
+}  // namespace zc::comm

@@ -1,0 +1,133 @@
+// Collectives over a group of ranks.
+//
+// The public functions check what users can get wrong, count the payload and build the guard's fingerprint; backends
+// implement run() only. All ranks of a group must call the same collectives in the same order. Calls on one
+// communicator come from one thread at a time; each returns at once. All communicators of a rank share one progress
+// thread, so collectives run in call order, and groups that share ranks must be used in one order on all of them.
+//
+// The guard: every collective carries a 64-bit fingerprint (sequence number, operation, dtype, numel, label). Ranks
+// compare them as they meet; a difference, a peer that announced a failure or left, or one that does not arrive within
+// the timeout becomes an Error of kind kComm on every rank, which says what each rank was doing. After a failure every
+// communicator of this rank is broken: later collectives fail at once with the first reason.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "zc/base/buffer_view.h"
+#include "zc/base/memory.h"
+#include "zc/comm/work.h"
+
+namespace zc::comm {
+
+enum class Op : std::uint8_t { kReduceScatterAdd, kAllGather, kBroadcast, kAllReduce, kGatherBytes, kBarrier, kSplit };
+inline constexpr int kNumOps = 7;
+const char* name(Op op);
+
+enum class ReduceOp : std::uint8_t { kSum, kMax, kBitOr };
+
+// How a rank ends its part in the job.
+enum class Departure : std::uint8_t { kEnded, kFailed };
+
+struct Counter {
+  std::int64_t calls = 0;
+  std::int64_t elements = 0;  // payload elements handed in: the whole bucket, whatever the number of ranks
+};
+
+struct Options {
+  std::chrono::milliseconds timeout{600'000};
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  virtual const char* backend() const = 0;  // "self", "local", "mpi"
+
+  // Zeroed memory that peers may read, aligned to 64 bytes.
+  virtual Memory allocate(std::int64_t bytes);
+
+  // The ordered fold. bucket: size() slices of shard.numel elements, fp32, fp16 or bf16. shard: fp32. For r in
+  // 0..size()-1, in this order: shard += slice rank() of rank r's bucket, in fp32. The bucket is left as it was.
+  Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label);
+
+  // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.
+  Work all_gather(BufferView full, std::string_view label);
+
+  // Copies root's view to every rank.
+  Work broadcast(BufferView view, int root, std::string_view label);
+
+  // Small exact reductions, element by element, in place.
+  Work all_reduce(std::span<std::int64_t> values, ReduceOp op, std::string_view label);
+
+  // out: size() times in.size() bytes, in rank order. in.size() must be equal on all ranks.
+  Work gather_bytes(std::span<const std::byte> in, std::span<std::byte> out, std::string_view label);
+
+  Work barrier(std::string_view label);
+
+  // Ranks with equal `color` form a new group, ordered by (key, rank). Collective over the group; blocks.
+  std::shared_ptr<Communicator> split(int color, int key);
+
+  // What this rank is doing ("step 41"); shown in the errors of every rank, whichever communicator of this rank fails.
+  // At most 60 characters are kept. A copy, no formatting.
+  virtual void set_activity(std::string_view activity) = 0;
+
+  // How long a collective waits for a peer that does not arrive. Holds for collectives called from now on.
+  void set_timeout(std::chrono::milliseconds timeout);
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms_.load()); }
+
+  // Announces to all ranks of the job that this one ends ("ended its script") or failed ("raised ValueError: ..."):
+  // their pending and later collectives end with a CommError that quotes it. Then waits, at most `grace`, until every
+  // peer has left too, so that all can speak before the job is torn down. Later collectives on this rank fail.
+  // Idempotent, never throws. From any thread.
+  virtual void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept = 0;
+
+  // Why collectives of this rank can no longer succeed, or which peer's failure it was told of; empty while all is
+  // well. From any thread.
+  virtual std::string failure() const = 0;
+
+  // Memory held to receive peers' buckets, allocated at the first reduce_scatter_add. From any thread.
+  virtual std::int64_t staging_bytes() const { return 0; }
+
+  const std::array<Counter, kNumOps>& counters() const { return counters_; }
+
+ protected:
+  Communicator(int rank, int size, Options options);
+
+  struct Call {
+    Op op = Op::kBarrier;
+    ReduceOp reduce = ReduceOp::kSum;
+    int root = 0;
+    BufferView in{};
+    BufferView out{};
+    std::uint64_t sequence = 0;
+    std::uint64_t fingerprint = 0;
+    std::string_view label{};  // copied by the backend when it outlives the call
+  };
+  virtual Work run(const Call& call) = 0;
+
+  // in: this rank's (color, key). Runs the collective that `call` describes and returns this rank's new group.
+  virtual std::shared_ptr<Communicator> run_split(const Call& call, int color, int key) = 0;
+
+ private:
+  Work submit(Call call);
+  void seal(Call& call);  // counts the call, gives it its sequence number and fingerprint
+
+  int rank_;
+  int size_;
+  std::atomic<std::int64_t> timeout_ms_;
+  std::uint64_t sequence_ = 0;
+  std::array<Counter, kNumOps> counters_{};
+};
+
+}  // namespace zc::comm

@@ -1,0 +1,218 @@
+#include "zc/comm/endpoint.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include "zc/base/error.h"
+#include "zc/base/float_environment.h"
+#include "zc/comm/call_header.h"
+
+namespace zc::comm {
+namespace {
+
+constexpr int kAnnouncementTag = 0;
+constexpr std::chrono::microseconds kGoodbyePoll{200};
+
+}  // namespace
+
+std::shared_ptr<Endpoint> Endpoint::open(std::unique_ptr<Transport> transport) {
+  return {new Endpoint(std::move(transport)), [owner = getpid()](Endpoint* endpoint) {
+            if (getpid() == owner) delete endpoint;
+          }};
+}
+
+Endpoint::Endpoint(std::unique_ptr<Transport> transport)
+    : transport_(std::move(transport)),
+      process_id_(getpid()),
+      peers_(static_cast<std::size_t>(transport_->size())),
+      thread_([this] { run(); }) {}
+
+Endpoint::~Endpoint() {
+  {
+    std::lock_guard lock(mutex_);
+    if (left_.empty()) left_ = "its communicator was destroyed";
+    leave_deadline_ = Clock::now();
+    leaving_ = true;
+    stop_ = true;
+    wake_.notify_all();
+  }
+  thread_.join();
+}
+
+void Endpoint::post(std::function<void()> task) {
+  ZC_CHECK(getpid() == process_id_, kComm,
+           "[comm] a collective was called in a forked child process, which is no rank of the job. Call collectives in "
+           "the process that mpirun started; data-loader workers must not.");
+  std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  wake_.notify_all();
+}
+
+void Endpoint::run() {
+  pthread_setname_np(pthread_self(), "zc-comm");
+  const DefaultFloatEnvironment environment;
+  try {
+    for (int rank = 0; rank < transport_->size(); ++rank) listen(rank);
+  } catch (const std::exception& error) {
+    give_up({}, error.what());
+  }
+  for (;;) {
+    std::function<void()> task;
+    {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      if (tasks_.empty()) break;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+  close();
+}
+
+void Endpoint::set_activity(std::string_view activity) {
+  std::lock_guard lock(mutex_);
+  activity_.assign(activity.substr(0, sizeof(CallHeader::activity)));
+}
+
+std::string Endpoint::activity() const {
+  std::lock_guard lock(mutex_);
+  return activity_;
+}
+
+void Endpoint::take_context(int context) {
+  ZC_CHECK(2 * context + 1 <= Transport::kMaxTag, kUnsupported, "[comm] too many communicators: got number ", context,
+           ", expected at most ", Transport::kMaxTag / 2, ". Make groups once and keep them.");
+  next_context_ = context + 1;
+}
+
+// --- Announcements
+
+void Endpoint::listen(int rank) {
+  if (rank == transport_->rank()) return;
+  Slot& slot = peers_[static_cast<std::size_t>(rank)];
+  slot.request = transport_->receive(rank, &slot.incoming, sizeof slot.incoming, kAnnouncementTag);
+}
+
+void Endpoint::poll() {
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    Slot& slot = peers_[rank];
+    while (slot.request != nullptr && transport_->test(slot.request)) {
+      take(slot, static_cast<int>(rank));
+      if (!slot.peer.gone()) listen(static_cast<int>(rank));
+    }
+  }
+}
+
+void Endpoint::take(Slot& slot, int rank) {
+  Peer& peer = slot.peer;
+  peer.state = slot.incoming.state;
+  peer.reason = text_of(slot.incoming.text);
+  peer.broken = slot.incoming.broken;
+  if (peer.order == 0) peer.order = ++announcements_;
+  if (peer.state == Peer::State::kEnded) return;
+  std::lock_guard lock(mutex_);
+  if (peer_failure_.empty()) peer_failure_ = concat("[comm] rank ", rank, " has failed: ", peer.reason);
+}
+
+void Endpoint::announce(Peer::State state, std::string_view reason) {
+  for (int rank = 0; rank < transport_->size(); ++rank) {
+    if (rank == transport_->rank()) continue;  // one that has left may be waiting for this
+    Outgoing& out = outgoing_.emplace_back();
+    out.message = std::make_unique<Announcement>();
+    out.message->state = state;
+    out.message->broken = broken_;
+    copy_text(reason, out.message->text);
+    out.request = transport_->send(rank, out.message.get(), sizeof(Announcement), kAnnouncementTag);
+  }
+}
+
+bool Endpoint::sent() {
+  bool all = true;
+  for (Outgoing& out : outgoing_) all = transport_->test(out.request) && all;
+  return all;
+}
+
+void Endpoint::give_up(const CallId& call, const std::string& reason) noexcept {
+  try {
+    if (broken_ == CallId{}) broken_ = call;
+    if (leaving_) return;  // the goodbye says it
+    {
+      std::lock_guard lock(mutex_);
+      if (!own_failure_.empty()) return;
+      own_failure_ = reason;
+    }
+    announce(Peer::State::kFailed, reason);
+  } catch (...) {  // the transport is what failed: peers find out by their own timeouts
+  }
+}
+
+std::string Endpoint::failure() const {
+  std::lock_guard lock(mutex_);
+  return own_failure_.empty() ? peer_failure_ : own_failure_;
+}
+
+void Endpoint::check_usable() const {
+  std::lock_guard lock(mutex_);
+  if (!own_failure_.empty()) throw Error(ErrorKind::kComm, own_failure_);
+  ZC_CHECK(!leaving_, kComm, "[comm] this rank has left (", left_, "): no collective is possible any more.");
+}
+
+// --- Leaving
+
+Endpoint::Clock::time_point Endpoint::leave_deadline() const {
+  std::lock_guard lock(mutex_);
+  return leave_deadline_;
+}
+
+void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept {
+  try {
+    if (getpid() != process_id_) return;
+    const auto deadline = Clock::now() + grace;
+    const auto state = departure == Departure::kEnded ? Peer::State::kEnded : Peer::State::kRaised;
+    {
+      std::lock_guard lock(mutex_);
+      if (leaving_) return;
+      left_.assign(reason);
+      leave_deadline_ = deadline;
+      leaving_ = true;
+    }
+    post([this, state, text = std::string(reason)] { say_goodbye(state, text); });
+    std::unique_lock lock(mutex_);
+    goodbye_said_.wait_until(lock, deadline + std::chrono::seconds(1), [this] { return goodbye_done_; });
+  } catch (...) {  // no memory left for a goodbye: peers find out by their own timeouts
+  }
+}
+
+void Endpoint::say_goodbye(Peer::State state, std::string_view reason) {
+  try {
+    announce(state, reason);
+    const auto all_gone = [this] {
+      for (int rank = 0; rank < transport_->size(); ++rank) {
+        if (rank != transport_->rank() && !peer(rank).gone()) return false;
+      }
+      return true;
+    };
+    while (Clock::now() < leave_deadline()) {
+      poll();
+      if (sent() && all_gone()) break;
+      std::this_thread::sleep_for(kGoodbyePoll);
+    }
+  } catch (...) {  // the transport is broken, so there is nobody to wait for
+  }
+  close();
+  std::lock_guard lock(mutex_);
+  goodbye_done_ = true;
+  goodbye_said_.notify_all();
+}
+
+// After this the transport is not called any more.
+void Endpoint::close() noexcept {
+  for (Slot& slot : peers_) transport_->cancel(slot.request);
+  for (Outgoing& out : outgoing_) {
+    if (!transport_->cancel(out.request)) out.message.release();  // left to the end of the process
+  }
+  outgoing_.clear();
+}
+
+}  // namespace zc::comm

@@ -1,0 +1,93 @@
+#include "zc/comm/transport_communicator.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <vector>
+
+#include "zc/base/error.h"
+#include "zc/comm/collectives.h"
+#include "zc/comm/endpoint.h"
+
+namespace zc::comm {
+namespace {
+
+class TransportCommunicator final : public Communicator {
+ public:
+  TransportCommunicator(std::shared_ptr<Endpoint> endpoint, std::vector<int> ranks, int index, int context,
+                        Options options)
+      : Communicator(index, static_cast<int>(ranks.size()), options),
+        endpoint_(std::move(endpoint)),
+        ranks_(std::move(ranks)),
+        collectives_(std::make_shared<Collectives>(*endpoint_, ranks_, index, context)) {}
+
+  const char* backend() const override { return endpoint_->transport().name(); }
+  void set_activity(std::string_view activity) override { endpoint_->set_activity(activity); }
+  std::string failure() const override { return endpoint_->failure(); }
+  std::int64_t staging_bytes() const override { return collectives_->staging_bytes(); }
+
+  void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept override {
+    endpoint_->leave(departure, reason, grace);
+  }
+
+ private:
+  Work run(const Call& call) override {
+    Operation operation{.in = call.in, .out = call.out, .timeout = timeout()};
+    CallHeader& header = operation.header;
+    header.fingerprint = call.fingerprint;
+    header.sequence = call.sequence;
+    header.numel = call.in.numel;
+    header.root = call.root;
+    header.op = call.op;
+    header.reduce = call.reduce;
+    header.dtype = call.in.dtype;
+    copy_text(endpoint_->activity(), header.activity);
+    copy_text(call.label, header.label);
+    auto state = std::make_shared<Work::State>();
+    endpoint_->post([collectives = collectives_, operation, state] { collectives->execute(operation, *state); });
+    return Work(std::move(state));
+  }
+
+  std::shared_ptr<Communicator> run_split(const Call& call, int color, int key) override {
+    struct Choice {
+      int color, key, context;
+    };
+    const Choice own{color, key, endpoint_->next_context()};
+    std::vector<Choice> all(static_cast<std::size_t>(size()));
+    const std::int64_t bytes = sizeof own;
+    Call exchange = call;
+    exchange.in = {const_cast<Choice*>(&own), bytes, DType::kU8, {}};
+    exchange.out = {all.data(), size() * bytes, DType::kU8, {}};
+    run(exchange).wait();
+
+    int context = 0;
+    std::vector<int> members;  // by rank in this group
+    for (int r = 0; r < size(); ++r) {
+      const Choice& choice = all[static_cast<std::size_t>(r)];
+      context = std::max(context, choice.context);
+      if (choice.color == color) members.push_back(r);
+    }
+    std::ranges::stable_sort(members, {}, [&](int r) { return all[static_cast<std::size_t>(r)].key; });
+    endpoint_->take_context(context);
+    const auto index = static_cast<int>(std::ranges::find(members, rank()) - members.begin());
+    for (int& member : members) member = ranks_[static_cast<std::size_t>(member)];
+    return std::make_shared<TransportCommunicator>(endpoint_, std::move(members), index, context, Options{timeout()});
+  }
+
+  std::shared_ptr<Endpoint> endpoint_;
+  std::vector<int> ranks_;
+  std::shared_ptr<Collectives> collectives_;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_transport_communicator(std::unique_ptr<Transport> transport, Options options) {
+  auto endpoint = Endpoint::open(std::move(transport));
+  std::vector<int> ranks(static_cast<std::size_t>(endpoint->transport().size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const int rank = endpoint->transport().rank();
+  endpoint->take_context(1);
+  return std::make_shared<TransportCommunicator>(std::move(endpoint), std::move(ranks), rank, 1, options);
+}
+
+}  // namespace zc::comm

@@ -1,0 +1,46 @@
+// A collective in flight.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "zc/base/error.h"
+
+namespace zc::comm {
+
+// A value handle; copies share the state. The buffers named in the collective must stay alive and untouched until
+// wait() has returned or thrown.
+class Work {
+ public:
+  Work() = default;  // already complete
+
+  // Blocks until the collective is done; throws what made it fail. The communicator bounds the time: a collective
+  // that peers do not join fails with a CommError after the communicator's timeout.
+  void wait() const;
+
+  // Waits at most `limit`; false when the collective is still in flight. Lets a caller look at signals in between.
+  bool wait_for(std::chrono::milliseconds limit) const;
+
+  bool done() const;
+
+  // Keeps `memory` alive until the collective is done, for a caller that cannot wait itself.
+  void keep(std::shared_ptr<void> memory) const;
+
+  struct State {
+    std::mutex mutex;
+    std::condition_variable finished;
+    bool done = false;
+    std::optional<Error> error;
+    std::shared_ptr<void> kept;
+    void complete(std::optional<Error> failure = std::nullopt);
+  };
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace zc::comm
