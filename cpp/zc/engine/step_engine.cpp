@@ -1,0 +1,159 @@
+#include "zc/engine/step_engine.h"
+
+#include <algorithm>
+
+#include "zc/math/exact_sum.h"
+
+namespace zc::engine {
+namespace {
+
+std::vector<int> group_indices(const std::vector<zero::ParamSpec>& params) {
+  std::vector<int> out;
+  for (const zero::ParamSpec& param : params) out.push_back(param.group);
+  return out;
+}
+
+}  // namespace
+
+StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device& device, std::vector<zero::ParamSpec> params,
+                       std::vector<optim::Hyper> groups, const Options& options)
+    : comm_(std::move(comm)),
+      device_(device),
+      params_(std::move(params)),
+      policy_(zero::StagePolicy::of(options.stage)),
+      layout_(params_, comm_->size(), options.bucket_numel),
+      optimizer_(std::move(groups), group_indices(params_)) {
+  ZC_CHECK(options.stage >= 0 && options.stage <= 2, kUnsupported, "[engine] ZeRO stage ", options.stage,
+           " is not available: got ", options.stage, ", expected 0, 1 or 2. Use stage 2.");
+  ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers, " buffers");
+  buckets_.resize(layout_.buckets().size());
+  for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_bucket(static_cast<int>(b));
+  reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options.num_grad_buffers);
+  for (const char* name : {"master_weights", "optimizer_state"}) bytes_.emplace(name, 0);
+  gathers_.resize(buckets_.size());
+  nonfinite_.resize(params_.size());
+}
+
+BufferView StepEngine::allocate(std::int64_t numel, DType dtype, const char* what, bool shared) {
+  const std::int64_t bytes = numel * size_bytes(dtype);
+  memory_.push_back(shared ? comm_->allocate(bytes) : device_.allocate(bytes));
+  bytes_[what] += bytes;
+  return {memory_.back().get(), numel, dtype, device_.id()};
+}
+
+void StepEngine::allocate_bucket(int index) {
+  const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(index)];
+  zero::Bucket& bucket = buckets_[static_cast<std::size_t>(index)];
+  bucket.label = concat("bucket ", index, " (", params_[static_cast<std::size_t>(layout.placements.front().param)].name,
+                        layout.placements.size() > 1 ? " and others)" : ")");
+  gather_labels_.push_back("gather " + bucket.label);
+  bucket.shard_offset = comm_->rank() * layout.shard_numel;
+  bucket.owned_offset = policy_.shard_optimizer ? bucket.shard_offset : 0;
+  const std::int64_t owned_numel = policy_.shard_optimizer ? layout.shard_numel : layout.numel;
+  const std::int64_t shard_in_owned = bucket.shard_offset - bucket.owned_offset;
+  bucket.params = allocate(layout.numel, layout.dtype, "parameters", true);
+  param_memory_.push_back(memory_.back());
+  bucket.grads = allocate(owned_numel, DType::kF32, "gradient_accumulator", true);
+  bucket.grad_shard = bucket.grads.slice(shard_in_owned, layout.shard_numel);
+  bucket.master = layout.dtype == DType::kF32 ? bucket.params.slice(bucket.owned_offset, owned_numel)
+                                              : allocate(owned_numel, DType::kF32, "master_weights", false);
+  for (int s = 0; s < optimizer_.num_states(); ++s) {
+    bucket.states[static_cast<std::size_t>(s)] = allocate(owned_numel, DType::kF32, "optimizer_state", false);
+  }
+  bucket.pieces = layout_.pieces(index, bucket.owned_offset, bucket.owned_offset + owned_numel);
+  bucket.shard_pieces = layout_.pieces(index, bucket.shard_offset, bucket.shard_offset + layout.shard_numel);
+}
+
+StepEngine::ParamMemory StepEngine::param_memory(int param) const {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const BufferView& view = buckets_[static_cast<std::size_t>(at.bucket)].params;
+  return {param_memory_[static_cast<std::size_t>(at.bucket)], view.bytes(), at.offset * size_bytes(view.dtype)};
+}
+
+void StepEngine::load_param(int param, BufferView values) {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const std::int64_t numel = params_[static_cast<std::size_t>(param)].numel;
+  ZC_CHECK(values.numel == numel && values.dtype == DType::kF32, kInternal, "[engine] parameter ",
+           params_[static_cast<std::size_t>(param)].name, " loaded from ", values.numel, " ", name(values.dtype),
+           " elements, expected ", numel, " of fp32");
+  comm_->broadcast(values, 0, "load parameter " + params_[static_cast<std::size_t>(param)].name).wait();
+  device_.kernels().cast(values, bucket.params.slice(at.offset, numel), {});
+  if (bucket.params.dtype == DType::kF32) return;
+  const std::int64_t first = std::max(at.offset, bucket.owned_offset);
+  const std::int64_t last = std::min(at.offset + numel, bucket.owned_offset + bucket.master.numel);
+  if (first >= last) return;
+  device_.copy(values.slice(first - at.offset, last - first), bucket.master.slice(first - bucket.owned_offset, last - first), {});
+}
+
+StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm) {
+  ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
+  optimizer_.set_groups(groups);
+  reducer_->wait();
+  StepResult result{measure(divisor, max_norm), {}};
+  if (result.scalars.skip) {
+    result.nonfinite = nonfinite_params();
+    zero_grad();
+    return result;
+  }
+  optimizer_.begin_step(reducer_->used());
+  const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
+  for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
+    gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
+  }
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const zero::Bucket& bucket = buckets_[b];
+    if (gather_grads) gathers_[b].wait();
+    device::OptimizerBuffers buffers{bucket.grads.as<float>(), bucket.master.as<float>(), bucket.states[0].as<float>(),
+                                     bucket.states[1].as<float>(), nullptr, bucket.params.dtype};
+    if (bucket.params.dtype != DType::kF32) {
+      buffers.model = bucket.params.slice(bucket.owned_offset, bucket.master.numel).data;
+    }
+    optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
+    if (gathers_params()) gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
+  }
+  for (comm::Work& work : gathers_) work.wait();
+  reducer_->reset_used();
+  return result;
+}
+
+// The exact norm over all ranks, and with it every scalar of the step.
+math::StepScalars StepEngine::measure(double divisor, double max_norm) {
+  math::ExactSum sum;
+  std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
+  for (const zero::Bucket& bucket : buckets_) {
+    device_.kernels().square_sum(bucket.grad_shard.as<float>(), bucket.shard_pieces, &sum, nonfinite_.data(), {});
+  }
+  sum.normalize();
+  std::array<std::int64_t, math::ExactSum::kNumLimbs + 1> message;
+  std::copy(sum.limbs().begin(), sum.limbs().end(), message.begin());
+  message.back() = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
+  comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm").wait();
+  std::copy_n(message.begin(), math::ExactSum::kNumLimbs, sum.limbs().begin());
+  sum.normalize();
+  return math::step_scalars(sum.to_double(), message.back() == 0, divisor, max_norm);
+}
+
+std::vector<int> StepEngine::nonfinite_params() {
+  std::vector<std::int64_t> flags(nonfinite_.begin(), nonfinite_.end());
+  comm_->all_reduce(flags, comm::ReduceOp::kMax, "find non-finite gradients").wait();
+  std::vector<int> out;
+  for (std::size_t p = 0; p < flags.size(); ++p) {
+    if (flags[p]) out.push_back(static_cast<int>(p));
+  }
+  return out;
+}
+
+void StepEngine::zero_grad() {
+  reducer_->wait();
+  for (const zero::Bucket& bucket : buckets_) device_.kernels().zero(bucket.grads, {});
+  reducer_->reset_used();
+}
+
+std::map<std::string, std::int64_t> StepEngine::memory_report() const {
+  std::map<std::string, std::int64_t> report = bytes_;
+  report["pool"] = reducer_->pool_bytes() + comm_->staging_bytes();
+  return report;
+}
+
+}  // namespace zc::engine

@@ -1,0 +1,176 @@
+#include "zc/zero/grad_reducer.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace zc::zero {
+namespace {
+
+constexpr std::size_t kBitsPerWord = 62;  // stays clear of the sign
+
+void set_bit(std::vector<std::int64_t>& words, std::size_t bit) {
+  words[bit / kBitsPerWord] |= std::int64_t{1} << (bit % kBitsPerWord);
+}
+
+bool test_bit(const std::vector<std::int64_t>& words, std::size_t bit) {
+  return (words[bit / kBitsPerWord] >> (bit % kBitsPerWord)) & 1;
+}
+
+}  // namespace
+
+GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
+                         std::span<const Bucket> buckets, int num_buffers)
+    : comm_(std::move(comm)), device_(device), layout_(layout), buckets_(buckets) {
+  std::int64_t largest = 0;
+  std::size_t num_params = 0;
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const BucketLayout& bucket = layout_.buckets()[b];
+    labels_.push_back("reduce " + buckets_[b].label);
+    largest = std::max(largest, bucket.numel * size_bytes(bucket.dtype));
+    num_params += bucket.placements.size();
+  }
+  if (comm_->size() > 1) {
+    pool_.resize(std::min(buckets_.size(), static_cast<std::size_t>(num_buffers)));
+    for (Buffer& buffer : pool_) buffer.memory = comm_->allocate(largest);
+    pool_bytes_ = largest * static_cast<std::int64_t>(pool_.size());
+  }
+  expected_.resize(num_params);
+  order_.resize(buckets_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  arrivals_.resize(num_params);
+  grads_.resize(num_params);
+  late_.resize(num_params);
+  missing_.resize(buckets_.size());
+  launched_.resize(buckets_.size());
+  last_arrival_.resize(buckets_.size());
+  used_here_.resize(num_params);
+  used_.resize(num_params);
+  exchange_.resize(2 * ((num_params + kBitsPerWord - 1) / kBitsPerWord));
+}
+
+void GradReducer::begin_micro_step(bool has_micro_batch) {
+  ZC_CHECK(!open_, kInternal, "[zero] micro-step begun inside a micro-step");
+  open_ = true;
+  has_micro_batch_ = has_micro_batch;
+  next_in_order_ = 0;
+  clock_ = 0;
+  std::fill(arrivals_.begin(), arrivals_.end(), 0);
+  std::fill(grads_.begin(), grads_.end(), BufferView{});
+  std::fill(late_.begin(), late_.end(), 0);
+  std::fill(launched_.begin(), launched_.end(), 0);
+  std::fill(last_arrival_.begin(), last_arrival_.end(), 0);
+  std::fill(used_here_.begin(), used_here_.end(), 0);
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const auto& placements = layout_.buckets()[b].placements;
+    missing_[b] = static_cast<int>(std::count_if(placements.begin(), placements.end(), [&](const Placement& p) {
+      return expected_[static_cast<std::size_t>(p.param)] > 0;
+    }));
+  }
+}
+
+std::span<const int> GradReducer::ready(int param, BufferView grad) {
+  ZC_CHECK(open_, kInternal, "[zero] a gradient arrived outside a micro-step");
+  const auto p = static_cast<std::size_t>(param);
+  const auto b = static_cast<std::size_t>(layout_.location(param).bucket);
+  ++arrivals_[p];
+  last_arrival_[b] = ++clock_;
+  grads_[p] = grad;
+  used_here_[p] = has_micro_batch_;
+  just_launched_.clear();
+  if (recording_) return just_launched_;
+  if (launched_[b]) {
+    late_[p] = has_micro_batch_;
+    return just_launched_;
+  }
+  if (arrivals_[p] == expected_[p]) --missing_[b];
+  while (next_in_order_ < order_.size() && missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0) {
+    launch(order_[next_in_order_++], false);
+  }
+  return just_launched_;
+}
+
+std::vector<int> GradReducer::end_micro_step() {
+  ZC_CHECK(open_, kInternal, "[zero] no micro-step to end");
+  if (recording_) agree_on_record();
+  while (next_in_order_ < order_.size()) launch(order_[next_in_order_++], false);
+  const std::vector<int> late = exchange_usage();
+  std::vector<int> again;
+  for (int param : late) again.push_back(layout_.location(param).bucket);
+  std::sort(again.begin(), again.end());
+  again.erase(std::unique(again.begin(), again.end()), again.end());
+  for (int bucket : again) launch(bucket, true);
+  recording_ = !late.empty();
+  open_ = false;
+  return late;
+}
+
+// Puts the gradients of a bucket on their way. late_only: those that arrived after the bucket's first launch.
+void GradReducer::launch(int bucket, bool late_only) {
+  const auto b = static_cast<std::size_t>(bucket);
+  const BucketLayout& layout = layout_.buckets()[b];
+  const bool alone = pool_.empty();
+  Buffer* buffer = nullptr;
+  BufferView staging;
+  if (!alone) {
+    buffer = &pool_[next_buffer_];
+    next_buffer_ = (next_buffer_ + 1) % pool_.size();
+    buffer->work.wait();
+    staging = {buffer->memory.get(), layout.numel, layout.dtype, device_.id()};
+  }
+  for (const Placement& placement : layout.placements) {
+    BufferView& grad = grads_[static_cast<std::size_t>(placement.param)];
+    const bool take = grad.data != nullptr && has_micro_batch_ &&
+                      (!late_only || late_[static_cast<std::size_t>(placement.param)]);
+    if (alone) {
+      if (take) {
+        const void* source[] = {grad.data};
+        device_.kernels().fold(source, layout.dtype,
+                               buckets_[b].grad_shard.slice(placement.offset, placement.numel), {});
+      }
+    } else if (take) {
+      device_.copy(grad, staging.slice(placement.offset, placement.numel), {});
+    } else {
+      device_.kernels().zero(staging.slice(placement.offset, placement.numel), {});
+    }
+    grad = {};
+  }
+  if (!alone) buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b]);
+  launched_[b] = 1;
+  just_launched_.push_back(bucket);
+}
+
+void GradReducer::agree_on_record() {
+  std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) {
+    return last_arrival_[static_cast<std::size_t>(a)] < last_arrival_[static_cast<std::size_t>(b)];
+  });
+  std::vector<std::int64_t> order(order_.begin(), order_.end());
+  if (comm_->rank() != 0) std::fill(order.begin(), order.end(), 0);
+  comm_->all_reduce(order, comm::ReduceOp::kSum, "agree on the order of buckets").wait();
+  std::copy(order.begin(), order.end(), order_.begin());
+  expected_ = arrivals_;
+  comm_->all_reduce(expected_, comm::ReduceOp::kMax, "agree on gradient arrivals").wait();
+}
+
+std::vector<int> GradReducer::exchange_usage() {
+  const std::size_t half = exchange_.size() / 2;
+  std::fill(exchange_.begin(), exchange_.end(), 0);
+  for (std::size_t p = 0; p < used_here_.size(); ++p) {
+    if (used_here_[p]) set_bit(exchange_, p);
+    if (late_[p]) set_bit(exchange_, half * kBitsPerWord + p);
+  }
+  comm_->all_reduce(exchange_, comm::ReduceOp::kBitOr, "end of micro-step").wait();
+  std::vector<int> late;
+  for (std::size_t p = 0; p < used_.size(); ++p) {
+    if (test_bit(exchange_, p)) used_[p] = 1;
+    if (test_bit(exchange_, half * kBitsPerWord + p)) late.push_back(static_cast<int>(p));
+  }
+  return late;
+}
+
+void GradReducer::wait() {
+  for (Buffer& buffer : pool_) buffer.work.wait();
+}
+
+void GradReducer::reset_used() { std::fill(used_.begin(), used_.end(), 0); }
+
+}  // namespace zc::zero

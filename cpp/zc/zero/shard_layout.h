@@ -1,0 +1,68 @@
+// The partitioner: where each parameter lies in which bucket, and which part of a bucket is whose. Pure arithmetic.
+//
+// Note: why blocks. A norm block is up to 1024 consecutive elements of one parameter, counted from the parameter's
+// start. A parameter of >= 1024 elements starts at a multiple of 1024 in its bucket, a smaller one at a multiple of 64
+// and never straddles a multiple of 1024, and shards are cut at multiples of 1024 only. So every norm block lies
+// whole in one shard, and no bucket cut, stage or number of ranks changes what a block holds.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zc/base/dtype.h"
+#include "zc/device/kernels.h"
+
+namespace zc::zero {
+
+inline constexpr std::int64_t kBlockNumel = 1024;
+inline constexpr std::int64_t kSmallAlignment = 64;
+
+struct ParamSpec {
+  std::string name;
+  std::int64_t numel = 0;
+  DType dtype = DType::kF32;
+  int group = 0;  // index of its optimizer parameter group
+};
+
+struct Placement {
+  int param = 0;            // index in registration order
+  std::int64_t offset = 0;  // first element in the bucket
+  std::int64_t numel = 0;
+};
+
+struct BucketLayout {
+  DType dtype = DType::kF32;
+  std::vector<Placement> placements;  // by ascending offset
+  std::int64_t numel = 0;             // num_shards * shard_numel
+  std::int64_t shard_numel = 0;       // a multiple of kBlockNumel
+};
+
+class ShardLayout {
+ public:
+  // Buckets hold parameters of one dtype, in reverse registration order (the order in which backward produces
+  // gradients), and are cut when the next parameter would take them past bucket_numel; a larger parameter has a bucket
+  // of its own.
+  ShardLayout(std::span<const ParamSpec> params, int num_shards, std::int64_t bucket_numel);
+
+  int num_shards() const { return num_shards_; }
+  const std::vector<BucketLayout>& buckets() const { return buckets_; }
+
+  struct Location {
+    int bucket = 0;
+    std::int64_t offset = 0;
+  };
+  Location location(int param) const { return locations_[static_cast<std::size_t>(param)]; }
+
+  // The parts of parameters that lie in elements [begin, end) of a bucket; Piece::offset counts from begin, Piece::slot is
+  // the parameter. begin and end must be multiples of kBlockNumel.
+  std::vector<device::Piece> pieces(int bucket, std::int64_t begin, std::int64_t end) const;
+
+ private:
+  int num_shards_;
+  std::vector<BucketLayout> buckets_;
+  std::vector<Location> locations_;
+};
+
+}  // namespace zc::zero

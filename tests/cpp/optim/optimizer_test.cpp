@@ -1,0 +1,73 @@
+#include "zc/optim/optimizer.h"
+
+#include <gtest/gtest.h>
+
+#include "zc/base/error.h"
+
+namespace zc::optim {
+namespace {
+
+using math::AdamHyper;
+using math::SgdHyper;
+
+device::Kernels& kernels() { return device::cpu_kernels(); }
+
+TEST(OptimizerTest, CountsStatesOfAllGroups) {
+  EXPECT_EQ(num_states(std::vector<Hyper>{AdamHyper{}}), 2);
+  EXPECT_EQ(num_states(std::vector<Hyper>{SgdHyper{}}), 0);
+  EXPECT_EQ(num_states(std::vector<Hyper>{SgdHyper{}, SgdHyper{.momentum = 0.5}}), 1);
+}
+
+TEST(OptimizerTest, SgdUpdatesEachPieceWithItsGroup) {
+  Optimizer optimizer({SgdHyper{.lr = 0.5}, SgdHyper{.lr = 2.0}}, {0, 1});
+  std::vector<float> grad = {1, 1, 1, 1}, param = {8, 8, 8, 8};
+  const device::Piece pieces[] = {{0, 2, 0}, {2, 2, 1}};
+  const std::uint8_t used[] = {1, 1};
+  optimizer.begin_step(used);
+  optimizer.update(kernels(), pieces, {.factor = 0.5f}, {.grad = grad.data(), .param = param.data()}, {});
+  EXPECT_EQ(param, (std::vector<float>{7.75f, 7.75f, 7, 7}));
+  EXPECT_EQ(grad, (std::vector<float>{0, 0, 0, 0}));
+}
+
+TEST(OptimizerTest, AnUnusedParameterIsLeftAloneAndItsCountStands) {
+  Optimizer optimizer({SgdHyper{.lr = 1, .weight_decay = 0.5}}, {0, 0});
+  std::vector<float> grad = {0, 0}, param = {8, 8};
+  const device::Piece pieces[] = {{0, 1, 0}, {1, 1, 1}};
+  const std::uint8_t used[] = {1, 0};
+  optimizer.begin_step(used);
+  optimizer.update(kernels(), pieces, {}, {.grad = grad.data(), .param = param.data()}, {});
+  EXPECT_EQ(param, (std::vector<float>{4, 8}));
+  EXPECT_EQ(optimizer.steps()[0], 1);
+  EXPECT_EQ(optimizer.steps()[1], 0);
+  const std::uint8_t both[] = {1, 1};
+  optimizer.begin_step(both);
+  optimizer.update(kernels(), pieces, {}, {.grad = grad.data(), .param = param.data()}, {});
+  EXPECT_EQ(param, (std::vector<float>{2, 4}));
+}
+
+TEST(OptimizerTest, BiasCorrectionFollowsEachParametersOwnCount) {
+  // The first Adam update moves a parameter by lr against its gradient's sign, however late it comes (eps 0).
+  Optimizer optimizer({AdamHyper{.lr = 0.25, .eps = 0}}, {0, 0});
+  std::vector<float> grad = {2, 2}, param = {1, 1}, m(2), v(2);
+  const device::Piece pieces[] = {{0, 1, 0}, {1, 1, 1}};
+  const device::OptimizerBuffers buffers{.grad = grad.data(), .param = param.data(), .state1 = m.data(), .state2 = v.data()};
+  const std::uint8_t first[] = {1, 0}, second[] = {0, 1};
+  optimizer.begin_step(first);
+  optimizer.update(kernels(), pieces, {}, buffers, {});
+  EXPECT_NEAR(param[0], 0.75, 1e-6);
+  EXPECT_EQ(param[1], 1);
+  optimizer.begin_step(second);
+  optimizer.update(kernels(), pieces, {}, buffers, {});
+  EXPECT_EQ(param[1], param[0]);
+}
+
+TEST(OptimizerTest, HyperparametersMayChangeTheKindMayNot) {
+  Optimizer optimizer({SgdHyper{.lr = 1}}, {0});
+  EXPECT_NO_THROW(optimizer.set_groups(std::vector<Hyper>{SgdHyper{.lr = 2}}));
+  EXPECT_THROW(optimizer.set_groups(std::vector<Hyper>{AdamHyper{}}), Error);
+  EXPECT_THROW(optimizer.set_groups(std::vector<Hyper>{SgdHyper{}, SgdHyper{}}), Error);
+  EXPECT_THROW(optimizer.set_groups(std::vector<Hyper>{SgdHyper{.momentum = 0.9}}), Error);
+}
+
+}  // namespace
+}  // namespace zc::optim

@@ -1,0 +1,171 @@
+#include "zc/zero/grad_reducer.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "support/ranks.h"
+
+namespace zc::zero {
+namespace {
+
+constexpr std::int64_t kNumel = 1024;
+
+// Three parameters, a bucket each (2, 1, 0 in bucket order), with the accumulators of this rank.
+struct Fixture {
+  std::vector<ParamSpec> params{{"a", kNumel, DType::kF32, 0}, {"b", kNumel, DType::kF32, 0}, {"c", kNumel, DType::kF32, 0}};
+  ShardLayout layout;
+  std::vector<Memory> memory;
+  std::vector<Bucket> buckets;
+  std::unique_ptr<GradReducer> reducer;
+  std::vector<std::vector<float>> grads;
+  int rank;
+
+  explicit Fixture(const std::shared_ptr<comm::Communicator>& comm)
+      : layout(params, comm->size(), kNumel), buckets(layout.buckets().size()), grads(3), rank(comm->rank()) {
+    for (std::size_t b = 0; b < buckets.size(); ++b) {
+      const std::int64_t shard = layout.buckets()[b].shard_numel;
+      memory.push_back(allocate_host(shard * 4));
+      buckets[b].label = "bucket " + std::to_string(b);
+      buckets[b].grad_shard = {memory.back().get(), shard, DType::kF32, {}};
+    }
+    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, 2);
+  }
+
+  std::vector<int> ready(int param, float value) {
+    auto& grad = grads[static_cast<std::size_t>(param)];
+    grad.assign(kNumel, value);
+    const auto launched = reducer->ready(param, {grad.data(), kNumel, DType::kF32, {}});
+    return {launched.begin(), launched.end()};
+  }
+
+  // The first element of a parameter's accumulator; every parameter lies in rank 0's shard.
+  float sum(int param) {
+    reducer->wait();
+    return buckets[static_cast<std::size_t>(layout.location(param).bucket)].grad_shard.as<float>()[0];
+  }
+};
+
+using Ranks = std::shared_ptr<comm::Communicator>;
+
+TEST(GradReducerTest, LaunchesAtTheEndWhileRecordingThenInRecordedOrder) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    f.reducer->begin_micro_step(true);
+    EXPECT_TRUE(f.ready(1, 1).empty());
+    EXPECT_TRUE(f.ready(0, 1).empty());
+    EXPECT_TRUE(f.ready(2, 1).empty());
+    EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    // Recorded order of parameters: 1, 0, 2, i.e. buckets 1, 2, 0.
+    f.reducer->begin_micro_step(true);
+    EXPECT_TRUE(f.ready(0, 1).empty());  // waits for parameter 1's bucket
+    EXPECT_EQ(f.ready(1, 1), (std::vector<int>{1, 2}));
+    EXPECT_EQ(f.ready(2, 1), (std::vector<int>{0}));
+    EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(0), 4);
+    }
+  });
+}
+
+TEST(GradReducerTest, SeveralArrivalsAreFoldedOnce) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    for (int step = 0; step < 3; ++step) {
+      f.reducer->begin_micro_step(true);
+      for (int p : {2, 1, 0}) f.ready(p, 1);
+      for (int p : {2, 1, 0}) f.ready(p, 5);  // the framework's running sum of both arrivals
+      EXPECT_TRUE(f.reducer->end_micro_step().empty()) << "step " << step;
+    }
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(1), 3 * 2 * 5);
+    }
+  });
+}
+
+TEST(GradReducerTest, RanksThatUseOtherParametersNeverHangAndUsageIsAgreed) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    for (int step = 0; step < 3; ++step) {
+      f.reducer->begin_micro_step(true);
+      f.ready(f.rank, 2);
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    const std::vector<std::uint8_t> used(f.reducer->used().begin(), f.reducer->used().end());
+    EXPECT_EQ(used, (std::vector<std::uint8_t>{1, 1, 0}));
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(0), 6);
+      EXPECT_EQ(f.sum(1), 6);
+      EXPECT_EQ(f.sum(2), 0);
+    }
+    f.reducer->reset_used();
+    EXPECT_EQ(f.reducer->used()[0], 0);
+  });
+}
+
+TEST(GradReducerTest, ALateArrivalIsCarriedByAnExtraRoundAndRecordedAnew) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    f.reducer->begin_micro_step(true);
+    for (int p : {2, 1, 0}) f.ready(p, 1);
+    f.reducer->end_micro_step();
+    f.reducer->begin_micro_step(true);
+    for (int p : {2, 1, 0}) f.ready(p, 1);
+    if (f.rank == 1) f.ready(2, 10);  // its bucket has gone
+    EXPECT_EQ(f.reducer->end_micro_step(), std::vector<int>{2});
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(2), 2 + 2 + 10);
+    }
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(1), 4);
+    }
+    f.reducer->begin_micro_step(true);
+    for (int p : {2, 1, 0}) EXPECT_TRUE(f.ready(p, 1).empty());
+    if (f.rank == 1) f.ready(2, 2);
+    EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(2), 14 + 1 + 2);
+    }
+  });
+}
+
+TEST(GradReducerTest, ARankWithoutAMicroBatchAddsNothing) {
+  test::run_ranks(3, [](Ranks comm) {
+    Fixture f(comm);
+    for (int step = 0; step < 3; ++step) {
+      f.reducer->begin_micro_step(f.rank != 2);
+      for (int p : {2, 1, 0}) f.ready(p, f.rank == 2 ? 1000.0f : 1.0f);
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(0), 6);
+    }
+  });
+}
+
+TEST(GradReducerTest, OneRankNeedsNoPool) {
+  test::run_ranks(1, [](Ranks comm) {
+    Fixture f(comm);
+    EXPECT_EQ(f.reducer->pool_bytes(), 0);
+    for (int step = 0; step < 2; ++step) {
+      f.reducer->begin_micro_step(true);
+      f.ready(0, 3);
+      f.reducer->end_micro_step();
+    }
+    EXPECT_EQ(f.sum(0), 6);
+    EXPECT_EQ(f.sum(1), 0);
+  });
+}
+
+TEST(GradReducerTest, MisuseIsAnError) {
+  test::run_ranks(1, [](Ranks comm) {
+    Fixture f(comm);
+    EXPECT_THROW(f.ready(0, 1), Error);
+    EXPECT_THROW(f.reducer->end_micro_step(), Error);
+    f.reducer->begin_micro_step(true);
+    EXPECT_THROW(f.reducer->begin_micro_step(true), Error);
+  });
+}
+
+}  // namespace
+}  // namespace zc::zero
