@@ -1,0 +1,66 @@
+# Every target does its own set-up. See `make help`, and tools/environment.py for what that is.
+
+PYTHON ?= python3
+PRESET ?= dev
+ARGS ?=
+
+RUN := tools/with-env
+CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
+PY_FILES := python tests examples bench tools
+
+.PHONY: help build train proof test bench bench-step format lint clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+
+build: environment  ## build the package in place (python/zerocore)
+	@$(RUN) tools/build $(PRESET) python
+
+train: build  ## train a small GPT on two ranks; flags: make train ARGS="--stage 1 --steps 50"
+	@$(RUN) mpirun -n 2 python examples/train_gpt.py $(ARGS)
+
+proof: build  ## the same bits in every stage on 1, 2 and 4 ranks, as a table
+	@$(RUN) python examples/proof.py $(ARGS)
+
+test: environment-test  ## all C++ and Python tests
+	@tools/debian-packages libgtest-dev
+	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
+	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
+	@$(RUN) python -m pytest $(ARGS)
+
+bench: environment  ## the C++ benchmarks; results in build/bench/*.json
+	@tools/debian-packages libbenchmark-dev
+	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_BENCH=ON
+	@mkdir -p build/bench
+	@for bench in build/$(PRESET)/bench/*_bench; do \
+	  $$bench --benchmark_out=build/bench/$$(basename $$bench).json $(ARGS) || exit 1; done
+
+bench-step: build  ## whole training steps against DDP, FSDP2 and DeepSpeed
+	@$(RUN) python bench/python/bench_step.py $(ARGS)
+
+format: build/lint  ## format all sources
+	@build/lint/bin/clang-format -i $(CPP_FILES)
+	@build/lint/bin/ruff check --quiet --select I --fix $(PY_FILES)
+	@build/lint/bin/ruff format $(PY_FILES)
+
+lint: environment build/lint  ## check format, lint and types
+	@build/lint/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	@build/lint/bin/ruff format --check $(PY_FILES)
+	@build/lint/bin/ruff check $(PY_FILES)
+	@$(RUN) sh -c 'build/lint/bin/mypy --python-executable "$$(command -v python)"'
+
+clean:  ## remove all that was built; .venv stays
+	rm -rf build dist python/zerocore/*.so
+
+.PHONY: environment environment-test
+environment:
+	@$(PYTHON) tools/environment.py
+environment-test:
+	@$(PYTHON) tools/environment.py test
+
+# The formatters and checkers, pinned, in an environment of their own.
+build/lint: tools/lint-requirements.txt
+	@echo "[set-up] making build/lint with $$(tr '\n' ' ' <$<)"
+	@$(PYTHON) -m venv --clear $@
+	@$@/bin/pip install -q -r $<
+	@touch $@
