@@ -1,0 +1,27 @@
+#include "bindings.h"
+#include "memory.h"
+#include "zc/base/buffer_view.h"
+
+namespace py = pybind11;
+
+void bind_base(py::module_& m) {
+  py::enum_<zc::DType>(m, "DType")
+      .value("fp32", zc::DType::kF32)
+      .value("fp16", zc::DType::kF16)
+      .value("bf16", zc::DType::kBF16)
+      .value("int64", zc::DType::kI64)
+      .value("uint8", zc::DType::kU8);
+
+  py::class_<zc::BufferView>(m, "BufferView", "A typed range of host memory at an address. Keeps nothing alive.")
+      .def(py::init([](std::uintptr_t address, std::int64_t numel, zc::DType dtype) {
+             return zc::BufferView{reinterpret_cast<void*>(address), numel, dtype, {}};
+           }),
+           py::arg("address"), py::arg("numel"), py::arg("dtype"))
+      .def_readonly("numel", &zc::BufferView::numel)
+      .def_readonly("dtype", &zc::BufferView::dtype);
+
+  py::class_<PyMemory>(m, "Memory", py::buffer_protocol(), "Memory of the core, as a writable buffer of bytes.")
+      .def_buffer([](PyMemory& self) {
+        return py::buffer_info(reinterpret_cast<unsigned char*>(self.memory.get()), self.bytes);
+      });
+}

@@ -1,0 +1,43 @@
+"""zerocore trains PyTorch models whose states are sharded over ranks (ZeRO), with the same bits on any number of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerocore import errors, utils
+    from zerocore._engine import Engine, GradNorm
+    from zerocore._initialize import initialize
+    from zerocore.config import Config
+    from zerocore.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Loaded on first use, so that `import zerocore` costs next to nothing and touches no device.
+_HOMES = {
+    "Config": "zerocore.config",
+    "Engine": "zerocore._engine",
+    "GradNorm": "zerocore._engine",
+    "WarmupCosineLR": "zerocore.schedulers",
+    "WarmupDecayLR": "zerocore.schedulers",
+    "WarmupLR": "zerocore.schedulers",
+    "initialize": "zerocore._initialize",
+    "errors": "zerocore",
+    "utils": "zerocore",
+}
+
+__all__ = ["Config", "Engine", "GradNorm", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "errors", "initialize", "utils"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'zerocore' has no attribute {name!r}")
+    value = importlib.import_module(f"zerocore.{name}") if home == "zerocore" else getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

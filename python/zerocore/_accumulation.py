@@ -1,0 +1,109 @@
+"""Gradient accumulation: which calls end a micro-step, which `step()` is a boundary, and what the gradient is divided by.
+
+Note: three kinds of loops. With gas accumulation steps > 1 the first `step()` decides for the run:
+  per_micro_step  `step()` after each micro-step (DeepSpeed's way). The gradient is the mean over the micro-batches of the step.
+  per_step        exactly gas forward-backward pairs before the first `step()`, the user dividing the loss: PyTorch's rule, the sum of
+                  the user's losses, averaged over ranks. Every `step()` is a boundary.
+  explicit        `set_gradient_accumulation_boundary()` was called (Accelerate's way): `step()` is a boundary when the flag says so. The
+                  gradient is the mean over the micro-batches there were.
+`managed_gradient_accumulation=False` chooses per_step without guessing. Several backwards within one micro-step add up.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from zerocore.config import ResolvedConfig
+
+logger = logging.getLogger("zerocore")
+
+
+class Loop(enum.Enum):
+    UNDECIDED = "no step() yet; forward after backward ends a micro-step"
+    PER_MICRO_STEP = "step() ends a micro-step"
+    PER_STEP = "forward after backward ends a micro-step, every step() is a boundary"
+    EXPLICIT = "forward after backward ends a micro-step, the user's flag marks boundaries"
+
+
+class Accumulation:
+    """Counts micro-steps. Knows nothing of gradients.
+
+    Args:
+        config: for this number of ranks.
+        rank, world_size: of the data-parallel group.
+    """
+
+    def __init__(self, config: ResolvedConfig, *, rank: int, world_size: int) -> None:
+        self._gas = config.gradient_accumulation_steps
+        self._micro_batches = config.micro_batches
+        self._rank = rank
+        self._size = world_size
+        self._boundary_flag = True
+        self.micro_steps = 0  # ended since the last boundary
+        if not config.managed_gradient_accumulation:
+            self.loop = Loop.PER_STEP
+        elif self._gas == 1:
+            self.loop = Loop.PER_MICRO_STEP
+        else:
+            self.loop = Loop.UNDECIDED
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        self.loop = Loop.EXPLICIT
+        self._boundary_flag = is_boundary
+
+    def forward_ends_micro_step(self) -> bool:
+        """Whether a forward in training that follows a backward begins a new micro-batch."""
+        return self.loop is not Loop.PER_MICRO_STEP
+
+    def has_micro_batch(self) -> bool:
+        """Whether this rank has a micro-batch in the current micro-step (k N + r < M), or a filler."""
+        return self.micro_steps >= self._gas or self.micro_steps * self._size + self._rank < self._micro_batches
+
+    def is_boundary(self) -> bool:
+        """Whether a `step()` now, inside or after the current micro-step, would step the optimizer."""
+        if self.loop is Loop.EXPLICIT:
+            return self._boundary_flag
+        if self.loop is Loop.PER_STEP:
+            return True
+        return self.micro_steps + 1 >= self._gas
+
+    def decide(self) -> None:
+        """At `step()`, all micro-steps ended: fixes the kind of loop at the first one."""
+        if self.loop is not Loop.UNDECIDED:
+            return
+        if self.micro_steps == self._gas:
+            self.loop = Loop.PER_STEP
+            logger.warning(
+                "[engine] %d forward-backward pairs came before the first step(): taken as PyTorch's accumulation, in which the loop divides "
+                "the loss and every step() updates. Set managed_gradient_accumulation=false to say so, or call step() after each "
+                "micro-batch.",
+                self._gas,
+            )
+            return
+        self.loop = Loop.PER_MICRO_STEP
+        if self.micro_steps > 1:
+            logger.warning(
+                "[engine] %d forward-backward pairs came before the first step(), expected 1 or gradient_accumulation_steps=%d: taken as "
+                "one micro-batch with several losses. The bits of this first micro-step depend on the number of ranks.",
+                self.micro_steps,
+                self._gas,
+            )
+            self.micro_steps = 1
+
+    def reached_boundary(self) -> bool:
+        """After decide(), all micro-steps ended: whether this `step()` steps the optimizer."""
+        if self.loop is Loop.PER_MICRO_STEP:
+            return self.micro_steps >= self._gas
+        return self.loop is Loop.PER_STEP or self._boundary_flag
+
+    def divisor(self) -> float:
+        """What the summed gradients of the ended micro-steps are divided by."""
+        present = sum(
+            self._size if k >= self._gas else min(max(self._micro_batches - k * self._size, 0), self._size)
+            for k in range(self.micro_steps)
+        )
+        return present / self.micro_steps if self.loop is Loop.PER_STEP else float(present)
+
+    def reset(self) -> None:
+        self.micro_steps = 0

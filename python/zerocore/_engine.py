@@ -1,0 +1,348 @@
+"""The training engine: a torch module whose model states are sharded over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zerocore import _comm, _core, _data, _optimizer, _tensor, schedulers
+from zerocore._accumulation import Accumulation
+from zerocore._agreement import check_agreement
+from zerocore._params import DTYPES, TrainableParams, broadcast, share_other_state
+from zerocore._random import named_generator
+from zerocore.config import Config, PrecisionConfig, as_config
+from zerocore.errors import ConfigError, NonFiniteError
+
+logger = logging.getLogger("zerocore")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradNorm:
+    """The L2 norm of the mean gradient in the last step. `after` = before * factor; factor < 1 when it was clipped."""
+
+    before: float
+    after: float
+    factor: float
+
+
+class Engine(torch.nn.Module):
+    """Trains `model` with its states sharded as the ZeRO stage says. Use like the module itself:
+
+        loss = engine(batch); engine.backward(loss); engine.step()
+
+    Args:
+        model: any torch module on the CPU. Parameters are moved, in place, into the engine's buckets in the dtype of the precision
+            config; rank 0's values count. Gradients are taken by the engine: `p.grad` is None after `backward`.
+        config: a zerocore.Config, or DeepSpeed's JSON as a dict or a path.
+        optimizer: a fresh torch.optim.AdamW, Adam or SGD over the model's parameters (its groups and hyperparameters are honoured),
+            or a function of the parameters that returns one; by default the config's.
+        lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's. It is stepped
+            after each optimizer step that was applied.
+        training_data: a map-style dataset; `engine.training_dataloader` then deals this rank's micro-batches.
+        collate_fn: for that loader.
+        model_parameters: parameters or parameter groups to train, for an optimizer of the config; by default all that require a gradient.
+        comm: a communicator over all ranks of the job; by default the one of the process.
+
+    Raises:
+        ConfigError: the config is wrong, ranks disagree on config or model, or nothing is to be trained.
+        UnsupportedError, DeviceError: a parameter, dtype, device or optimizer that this build has no code for.
+        CommError: another rank failed or did not arrive.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | Callable[[Any], Any] | None = None,
+        lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        model_parameters: Iterable[Any] | None = None,
+        comm: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"[engine] model: got {type(model).__name__}, expected a torch.nn.Module.")
+        unresolved = as_config(config)
+        world = comm if comm is not None else _comm.world(timeout_ms=unresolved.comm.timeout_ms)
+        self.config = unresolved.resolve(world.size)
+        self.comm = _core.shard_group(world)
+        self.module = model
+        given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = _optimizer.build(optimizer, self.config.optimizer, _trainable(given, model))
+        check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
+        self._params = TrainableParams(model, self._optimizer, self.config, self.comm)
+        self._params.on_first_gradient = self._begin_micro_step
+        share_other_state(model, self._params, self.comm, DTYPES[self.config.precision.dtype])
+        self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
+        self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
+        self._scaler = _loss_scaler(self.config.precision)
+        self.training_dataloader = None
+        if training_data is not None:
+            self.training_dataloader = _data.make_loader(
+                training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
+            )
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        self._forwards = 0  # in training since the last micro-step ended
+        self._had_micro_batch = True
+        self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
+        self._grad_norm: GradNorm | None = None
+        self._applied = False
+        self.comm.set_activity("step 0")
+
+    # Training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. In training, random numbers are drawn by name and the user's generator is left as it was."""
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        if self._params.in_micro_step and self._accumulation.forward_ends_micro_step():
+            self._end_micro_step()
+        micro_batch = self._accumulation.micro_steps * self.world_size + self.rank
+        with named_generator(self.config.seed, self.global_steps, micro_batch, self._forwards):
+            self._forwards += 1
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """Computes gradients and takes them. Not to be divided by anything: `step()` divides once, exactly.
+
+        Args:
+            loss: a scalar that depends on the model's parameters; the mean over the micro-batch.
+            retain_graph: as in torch.
+
+        Returns:
+            The loss, detached, divided by gradient_accumulation_steps (as DeepSpeed does) under managed accumulation.
+
+        Raises:
+            ConfigError: the loss is not a scalar or has no graph.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"[engine] backward: got a loss of shape {got}, expected a scalar tensor. Reduce it with mean().")
+        if not loss.requires_grad:
+            raise ConfigError(
+                "[engine] backward: the loss has no graph, expected one that depends on the parameters. Do not detach it, and compute it "
+                "outside torch.no_grad()."
+            )
+        self._begin_micro_step()
+        if self._had_micro_batch:
+            self._losses.append(loss.detach())
+        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+        with self._params.backward():
+            scaled.backward(retain_graph=retain_graph)
+        managed = self.config.managed_gradient_accumulation
+        return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
+
+    def step(self) -> None:
+        """Ends the micro-step and, on an accumulation boundary, updates the parameters on all ranks.
+
+        A step whose gradients are not finite changes no parameter; it counts in global_steps and skipped_steps, the scheduler stands,
+        and `was_step_applied()` is False.
+
+        Raises:
+            ConfigError: no backward since the last step.
+            NonFiniteError: gradients are not finite and the policy is "raise", or the loss scale is exhausted.
+        """
+        if not self._params.in_micro_step and self._accumulation.micro_steps == 0:
+            raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
+        if self._params.in_micro_step:
+            self._end_micro_step()
+        self._accumulation.decide()
+        if not self._accumulation.reached_boundary():
+            self._applied = False
+            return
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        divisor = self._accumulation.divisor() * scale
+        result = self._params.step(divisor=divisor, max_norm=self.config.gradient_clipping)
+        broadcast(list(self.module.buffers()), self.comm, "buffers")
+        self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
+        self._accumulation.reset()
+        self._applied = not result.skipped
+        step, losses = self.global_steps, self._losses
+        self._losses = []
+        self.global_steps += 1
+        self.skipped_steps += result.skipped
+        self.comm.set_activity(f"step {self.global_steps}")
+        exhausted = self._scaler is not None and not self._scaler.update(result.skipped)
+        if result.skipped:
+            self._report_nonfinite(step, scale, losses, result.nonfinite, exhausted)
+        elif self._scheduler is not None:
+            if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
+                self._scheduler.optimizer._opt_called = True  # what its own step() would have noted
+            self._scheduler.step()
+        every = self.config.steps_per_print
+        if every is not None and self.global_steps % every == 0 and self.rank == 0:
+            logger.info("[engine] step %d: lr %s, grad norm %g, skipped %d", self.global_steps, self.get_lr(), result.grad_norm, self.skipped_steps)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the user says which `step()` updates; micro-steps are then told apart by forward after backward."""
+        self._accumulation.set_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last before an update."""
+        return self._accumulation.is_boundary()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: `step()` resets the accumulators. Kept for loops that call it."""
+
+    # What happened
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the mean gradient in the last step, before clipping; None before the first."""
+        return None if self._grad_norm is None else self._grad_norm.before
+
+    def grad_norm_report(self) -> GradNorm | None:
+        """The norm before and after clipping, and the factor between them; None before the first step."""
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated parameters: on a boundary and not skipped."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group, as the next step will use it."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def all_reduce_mean(self, value: float) -> float:
+        """The mean of `value` over the ranks that had a micro-batch in the last micro-step: exact, rounded once. Collective."""
+        return _core.exact_mean(self.comm, float(value), self._had_micro_batch)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes this rank holds, by name: parameters, gradient_accumulator, master_weights, optimizer_state (the model states),
+        pool (gradient buckets and receive buffers), frozen_parameters, buffers."""
+        frozen = [p for p in self.module.parameters() if not any(p is q for q in self._params.params)]
+        return self._params.memory_report() | {
+            "frozen_parameters": sum(p.numel() * p.element_size() for p in frozen),
+            "buffers": sum(b.numel() * b.element_size() for b in self.module.buffers()),
+        }
+
+    def comm_report(self) -> dict[str, dict[str, int]]:
+        """Calls and payload elements handed to each kind of collective since the engine was built."""
+        return self.comm.counters()
+
+    # Settings
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.size
+
+    @functools.cached_property
+    def local_rank(self) -> int:
+        return _comm.local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def optimizer(self) -> _optimizer.Optimizer:
+        return self._optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self._scheduler
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; 1 unless fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a micro-batch: what a rank puts through one forward and backward."""
+        return self.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a rank goes through in one step."""
+        return self.config.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero.stage
+
+
+    def close(self) -> None:
+        """Takes the engine's hooks off the model, which keeps its parameters. Idempotent."""
+        self._params.close()
+
+    destroy = close
+
+    # Inside
+
+    def _begin_micro_step(self) -> None:
+        if not self._params.in_micro_step:
+            self._had_micro_batch = self._accumulation.has_micro_batch()
+            self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
+
+    def _end_micro_step(self) -> None:
+        self._params.end_micro_step()
+        self._accumulation.micro_steps += 1
+        self.micro_steps += 1
+        self._forwards = 0
+
+    def _raises_on_nonfinite(self) -> bool:
+        policy = self.config.precision.on_nonfinite
+        return policy == "raise" or (policy is None and self.config.precision.dtype == "fp32")
+
+    def _report_nonfinite(
+        self, step: int, scale: float, losses: list[torch.Tensor], params: list[str], exhausted: bool
+    ) -> None:
+        bad_losses = [float(loss) for loss in losses if not math.isfinite(float(loss))]
+        what = (
+            f"[engine] step {step}: gradients are not finite, nothing was updated: got inf or NaN in {len(params)} parameters, first "
+            f"{', '.join(params[:5])}; loss on rank {self.rank} {f'was {bad_losses[0]}' if bad_losses else 'was finite'}"
+        )
+        if exhausted:
+            raise NonFiniteError(
+                f"{what}; the loss scale is at its minimum {scale:g}. A loss that is not finite comes from the model or the data; otherwise "
+                "use bf16, lower the learning rate or clip gradients."
+            )
+        if self._raises_on_nonfinite():
+            raise NonFiniteError(
+                f"{what}. Look at the data of this step, lower the learning rate, clip gradients, or set precision.on_nonfinite='skip'."
+            )
+        if self.rank == 0:
+            then = "" if self._scaler is None else f"; loss scale was {scale:g}, is {self._scaler.scale:g}"
+            logger.warning("%s%s", what, then)
+
+
+def _loss_scaler(precision: PrecisionConfig) -> Any:
+    if precision.dtype != "fp16":
+        return None
+    rule = precision.loss_scale
+    return _core.LossScaler(
+        dynamic=rule.static_scale is None,
+        initial_scale=2.0**rule.initial_scale_power if rule.static_scale is None else rule.static_scale,
+        window=rule.window,
+        hysteresis=rule.hysteresis,
+        consecutive_hysteresis=rule.consecutive_hysteresis,
+        min_scale=rule.min_scale,
+    )
+
+
+def _trainable(given: Iterable[Any], model: torch.nn.Module) -> list[Any]:
+    listed = list(given)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            f"[engine] the model has no trainable parameter: got {sum(1 for _ in model.parameters())} parameters, all frozen. Set "
+            "requires_grad=True on those to train."
+        )
+    if not listed:
+        raise ConfigError("[engine] model_parameters is empty, expected parameters or groups. Leave it out to train all.")
+    return listed

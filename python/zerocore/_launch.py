@@ -1,0 +1,49 @@
+"""How this process was started, from its environment alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerocore.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A job started by an MPI launcher."""
+
+    launcher: str  # for people
+    size: int | None  # None: the launcher does not say, the library will
+    local_rank: int | None  # this rank's number among those of its machine
+
+
+# Each launcher by the variables it sets. Open MPI's also sets those of PMIx, so it comes before.
+_LAUNCHERS = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("an mpirun of the MPICH family", "PMI_RANK", "PMI_SIZE"),
+    ("a PMIx launcher (srun --mpi=pmix)", "PMIX_RANK", None),
+)
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+
+
+def find_launch(env: Mapping[str, str]) -> Launch | None:
+    """Tells which MPI launcher started this process; None without one.
+
+    Args:
+        env: the process's environment.
+
+    Raises:
+        ConfigError: a launcher that brings no MPI (torchrun, deepspeed) started several processes.
+    """
+    for launcher, rank_name, size_name in _LAUNCHERS:
+        if rank_name in env:
+            size = int(env[size_name]) if size_name and size_name in env else None
+            local_rank = next((int(env[name]) for name in _LOCAL_RANKS if name in env), None)
+            return Launch(launcher=launcher, size=size, local_rank=local_rank)
+    if env.get("RANK") and int(env.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            f"[comm] this job was not started by an MPI launcher: got WORLD_SIZE={env['WORLD_SIZE']} from torchrun or the "
+            f"like, expected mpirun. Start it as `mpirun -n {env['WORLD_SIZE']} python ...`."
+        )
+    return None

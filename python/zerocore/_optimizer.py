@@ -1,0 +1,135 @@
+"""What `engine.optimizer` is: torch-like parameter groups over the core's optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zerocore import _core
+from zerocore.config import OptimizerConfig
+from zerocore.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger("zerocore")
+
+_TORCH_TYPES = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Parameter groups whose hyperparameters the engine reads at each step. State lives in the core, as shards.
+
+    Attributes:
+        type: "adamw", "adam" (L2 weight decay) or "sgd".
+        param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
+    """
+
+    def __init__(self, params: Iterable[Any], *, type: str, defaults: dict[str, Any]) -> None:
+        self.type = type
+        super().__init__(params, defaults)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Raises UnsupportedError: gradients and state are sharded, so only the engine can step."""
+        raise UnsupportedError("[optimizer] optimizer.step() was called. Call engine.step(), which steps the optimizer.")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine drops gradients when it has taken them. Kept for training loops that call it."""
+
+    def hypers(self) -> list[Any]:
+        """The groups' hyperparameters for the core, in group order."""
+        return [self._hyper(group) for group in self.param_groups]
+
+    def _hyper(self, group: dict[str, Any]) -> Any:
+        if self.type == "sgd":
+            return _core.SgdHyper(
+                lr=float(group["lr"]),
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+            )
+        beta1, beta2 = group["betas"]
+        return _core.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=self.type == "adamw",
+            bias_correction=group.get("bias_correction", True),
+        )
+
+
+def from_config(config: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
+    """An optimizer over parameters or parameter groups (dicts, as torch.optim takes them)."""
+    if config.type == "sgd":
+        defaults: dict[str, Any] = {
+            "lr": config.lr,
+            "momentum": config.momentum,
+            "dampening": config.dampening,
+            "weight_decay": config.weight_decay,
+            "nesterov": config.nesterov,
+        }
+    else:
+        defaults = {
+            "lr": config.lr,
+            "betas": tuple(config.betas),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+            "bias_correction": config.bias_correction,
+        }
+    return Optimizer(params, type=config.type, defaults=defaults)
+
+
+def from_torch(source: torch.optim.Optimizer) -> Optimizer:
+    """The native twin of a torch optimizer. It shares the source's group dicts, so that schedulers built on it are seen.
+
+    Raises:
+        UnsupportedError: another class, a feature the twin lacks, or an optimizer that already holds state.
+    """
+    kind = _TORCH_TYPES.get(source.__class__)
+    if kind is None:
+        raise UnsupportedError(
+            f"[optimizer] got {source.__class__.__module__}.{source.__class__.__qualname__}, expected torch.optim.AdamW, Adam or SGD. "
+            "Only these have a native twin that runs on shards."
+        )
+    for flag in ("amsgrad", "maximize", "differentiable"):
+        if any(group.get(flag) for group in source.param_groups):
+            raise UnsupportedError(f"[optimizer] {source.__class__.__qualname__}: got {flag}=True, expected False.")
+    if kind == "adam" and any(group.get("decoupled_weight_decay") for group in source.param_groups):
+        kind = "adamw"
+    if source.state:
+        raise UnsupportedError(
+            f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, expected a fresh "
+            "optimizer. Hand it to the engine before its first step."
+        )
+    defaults = {k: v for k, v in source.defaults.items() if k not in ("foreach", "fused", "capturable")}
+    twin = Optimizer([{"params": list(group["params"])} for group in source.param_groups], type=kind, defaults=defaults)
+    twin.param_groups = source.param_groups
+    return twin
+
+
+def build(
+    given: torch.optim.Optimizer | Callable[[Any], Any] | None, config: OptimizerConfig | None, params: Iterable[Any]
+) -> Optimizer:
+    """The engine's optimizer from what the user gave: an optimizer, a function of the parameters, or the config.
+
+    With neither, AdamW with its default hyperparameters, and a warning.
+
+    Raises:
+        ConfigError: `given` is neither.
+    """
+    if given is None:
+        if config is None:
+            config = OptimizerConfig()
+            logger.warning("[optimizer] no optimizer was given and the config has none: using AdamW with lr %g.", config.lr)
+        return from_config(config, params)
+    if isinstance(given, torch.optim.Optimizer):
+        return from_torch(given)
+    if callable(given):
+        made = given(params)
+        if isinstance(made, torch.optim.Optimizer):
+            return from_torch(made)
+        raise ConfigError(f"[optimizer] the function given as optimizer returned {made!r}, expected a torch.optim.Optimizer.")
+    raise ConfigError(f"[optimizer] got {given!r}, expected a torch.optim.Optimizer or a function that makes one.")

@@ -1,0 +1,205 @@
+"""The trainable parameters of an engine: their place in the core's buckets and the hooks that hand gradients over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerocore import _core, _tensor
+from zerocore._optimizer import Optimizer
+from zerocore.config import ResolvedConfig
+from zerocore.errors import ConfigError, DeviceError, Error, UnsupportedError
+
+logger = logging.getLogger("zerocore")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
+
+
+class TrainableParams:
+    """Moves the optimizer's parameters into the core's buckets (in place: `p.data` becomes a view) and feeds it their gradients.
+
+    Parameters are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
+
+    Raises:
+        ConfigError: a parameter of the optimizer is not the model's, or stands in two groups.
+        DeviceError, UnsupportedError: a device, dtype or layout without code here.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: ResolvedConfig, comm: Any) -> None:
+        self._optimizer = optimizer
+        self._dtype = DTYPES[config.precision.dtype]
+        group_of = _groups(optimizer)
+        named = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
+        _check(model, named, group_of, config)
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        specs = [
+            _core.ParamSpec(name, p.numel(), _tensor.DTYPES[self._dtype], group_of[id(p)]) for name, p in named
+        ]
+        self._core = _core.StepEngine(
+            comm=comm,
+            params=specs,
+            groups=optimizer.hypers(),
+            stage=config.zero.stage,
+            bucket_numel=config.zero.bucket_numel,
+            num_grad_buffers=_NUM_GRAD_BUFFERS,
+        )
+        self._in_bucket: list[list[torch.nn.Parameter]] = [[] for _ in range(self._core.num_buckets())]
+        for index, param in enumerate(self.params):
+            self._in_bucket[self._core.bucket_of(index)].append(param)
+            self._move(index, param)
+        self.in_micro_step = False
+        self._scaled = config.precision.dtype == "fp16"
+        self._in_backward = False
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params)]
+
+    def _move(self, index: int, param: torch.nn.Parameter) -> None:
+        memory, offset_bytes = self._core.param_memory(index)
+        with torch.no_grad():
+            home = _tensor.like_in_memory(memory, offset_bytes, param, self._dtype)
+            values = torch.empty_like(home, dtype=torch.float32).copy_(param)
+            self._core.load_param(index, _tensor.view(values))
+            param.data = home
+            param.grad = None
+
+    def _hook(self, index: int) -> Any:
+        def on_gradient(param: torch.Tensor) -> None:
+            if self._scaled and not self._in_backward:
+                raise ConfigError(
+                    f"[engine] a gradient of {self.names[index]} arrived outside engine.backward(): under fp16 the loss must be scaled. Call "
+                    "engine.backward(loss) instead of loss.backward()."
+                )
+            if not self.in_micro_step:
+                self.on_first_gradient()
+            grad = param.grad
+            assert grad is not None
+            matched = _tensor.matching(grad, param)
+            if matched is not grad:
+                param.grad = matched
+            launched = self._core.ready(index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype])
+            for bucket in launched:
+                for taken in self._in_bucket[bucket]:
+                    taken.grad = None
+
+        return on_gradient
+
+    def on_first_gradient(self) -> None:
+        """Called by a gradient that arrives before begin_micro_step(); the engine replaces it."""
+        raise Error("[engine] a gradient arrived outside a micro-step.")
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Within this block gradients are the engine's: scaled, under fp16."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def begin_micro_step(self, *, has_micro_batch: bool) -> None:
+        self._core.begin_micro_step(has_micro_batch)
+        self.in_micro_step = True
+
+    def end_micro_step(self) -> None:
+        late = self._core.end_micro_step()
+        self.in_micro_step = False
+        for param in self.params:
+            param.grad = None
+        if late:
+            logger.warning(
+                "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one extra round carried them. "
+                "The result is right, its bits depend on the number of ranks.",
+                len(late),
+                self.names[late[0]],
+            )
+
+    def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
+        result = self._core.step(self._optimizer.hypers(), divisor, max_norm)
+        return StepOutcome(result, [self.names[i] for i in result.nonfinite])
+
+    def memory_report(self) -> dict[str, int]:
+        return dict(self._core.memory_report())
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class StepOutcome:
+    """What one optimizer step did: `skipped`, `grad_norm` before clipping, `clip` factor, names of `nonfinite` parameters."""
+
+    def __init__(self, result: Any, nonfinite: list[str]) -> None:
+        self.skipped: bool = result.skipped
+        self.grad_norm: float = result.grad_norm
+        self.clip: float = result.clip
+        self.nonfinite = nonfinite
+
+
+def share_other_state(model: torch.nn.Module, trained: TrainableParams, comm: Any, dtype: torch.dtype) -> None:
+    """Casts what is not trained (frozen parameters, buffers) to the model's dtype and gives every rank rank 0's values."""
+    ours = {id(p) for p in trained.params}
+    with torch.no_grad():
+        for param in model.parameters():
+            if id(param) not in ours and param.is_floating_point():
+                param.data = param.data.to(dtype)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.dtype != dtype:
+                    module._buffers[name] = buffer.to(dtype)
+    broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
+    broadcast(list(model.buffers()), comm, "buffers")
+
+
+def broadcast(tensors: list[torch.Tensor], comm: Any, label: str) -> None:
+    """Replaces the values of `tensors` by rank 0's. Collective."""
+    if comm.size == 1:
+        return
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        whole = tensor.detach().contiguous()
+        comm.broadcast(_tensor.bytes_view(whole), 0, label).wait()
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+
+
+def _groups(optimizer: Optimizer) -> dict[int, int]:
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad:
+                group_of[id(param)] = index
+    return group_of
+
+
+def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: Config) -> None:
+    if len(named) != len(group_of):
+        raise ConfigError(
+            f"[engine] the optimizer holds {len(group_of)} trainable parameters, {len(named)} of them the model's: expected all. Build the "
+            "optimizer over the parameters of the model that the engine gets."
+        )
+    if not named:
+        raise ConfigError("[engine] no trainable parameter: the optimizer's parameters are all frozen. Set requires_grad=True.")
+    for name, param in model.named_parameters():
+        if param.device.type != "cpu":
+            raise DeviceError(f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model to the CPU.")
+    for name, param in named:
+        if param.dtype not in _tensor.DTYPES:
+            raise UnsupportedError(f"[engine] parameter {name} is {param.dtype}: expected fp32, fp16 or bf16. Convert the model, e.g. model.float().")
+        if config.precision.dtype == "fp32" and param.dtype != torch.float32:
+            raise ConfigError(
+                f"[engine] parameter {name} is {param.dtype} but the config trains in fp32. Enable bf16 or fp16 in the config, or call model.float()."
+            )
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in group_of]
+    if left_out:
+        logger.warning(
+            "[engine] %d parameters require a gradient but stand in no optimizer group (first %s): they are not trained.",
+            len(left_out),
+            left_out[0],
+        )

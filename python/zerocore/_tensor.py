@@ -1,0 +1,69 @@
+"""Tensors as the core sees them: checked, typed addresses. The only place where torch memory meets the core."""
+
+from __future__ import annotations
+
+import torch
+
+from zerocore import _core
+from zerocore.errors import DeviceError, UnsupportedError
+
+DTYPES = {
+    torch.float32: _core.DType.fp32,
+    torch.float16: _core.DType.fp16,
+    torch.bfloat16: _core.DType.bf16,
+}
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True when the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def view(tensor: torch.Tensor) -> _core.BufferView:
+    """The memory of a dense CPU tensor of fp32, fp16 or bf16. Keeps nothing alive: the caller does.
+
+    Raises:
+        DeviceError: the tensor is not on the CPU.
+        UnsupportedError: another dtype, a sparse layout, or elements with gaps.
+    """
+    if tensor.device.type != "cpu":
+        raise DeviceError(
+            f"[tensor] a tensor lies on {tensor.device}: expected cpu, the only device of this build. Move the model to the CPU."
+        )
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or not is_dense(tensor):
+        raise UnsupportedError(
+            f"[tensor] got a {tensor.layout} tensor of {tensor.dtype} with strides {tuple(tensor.stride())}, "
+            "expected dense fp32, fp16 or bf16. Convert it first."
+        )
+    return _core.BufferView(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype])
+
+
+def bytes_view(tensor: torch.Tensor) -> _core.BufferView:
+    """The memory of a dense CPU tensor of any dtype, as bytes."""
+    return _core.BufferView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _core.DType.uint8)
+
+
+def like_in_memory(memory: _core.Memory, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of `like`'s shape and order of dimensions, of `dtype`, over core memory, which it keeps alive."""
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=like.numel(), offset=offset_bytes)
+    strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return flat.as_strided(like.shape, strides)
+
+
+def matching(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The gradient with the parameter's dtype and order of elements; itself in the usual case."""
+    if grad.layout != torch.strided:
+        raise UnsupportedError(
+            f"[tensor] got a {grad.layout} gradient of shape {tuple(grad.shape)}, expected a dense one. Use sparse=False "
+            "in nn.Embedding and nn.EmbeddingBag."
+        )
+    if grad.dtype == param.dtype and (grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous())):
+        return grad
+    return torch.empty_like(param).copy_(grad)

@@ -1,0 +1,27 @@
+"""Configuration: the native dataclasses, and the translation of DeepSpeed's JSON into them."""
+
+from zerocore.config._native import Config, ResolvedConfig, as_config
+from zerocore.config._problems import ConfigWarning
+from zerocore.config._sections import (
+    CommConfig,
+    DataConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    ZeroConfig,
+)
+
+__all__ = [
+    "CommConfig",
+    "Config",
+    "ConfigWarning",
+    "DataConfig",
+    "LossScaleConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ResolvedConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "as_config",
+]

@@ -1,0 +1,176 @@
+"""The parts of zerocore.Config: every key with its default, unit and meaning.
+
+The string below a key is its documentation; docs/configuration.md is made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Any, Literal
+
+from zerocore.config._problems import show
+from zerocore.config._schema import schema
+from zerocore.config._types import (
+    Betas,
+    Bool,
+    Float,
+    IterationInt,
+    LrOrList,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ratio,
+    ScalePower,
+    Stage,
+    WarmupType,
+)
+
+
+@schema("optimizer")
+class OptimizerConfig:
+    """The optimizer that the engine builds over the model's trainable parameters."""
+
+    type: Literal["adamw", "adam", "sgd"] = "adamw"
+    """AdamW (decoupled weight decay), Adam (weight decay added to the gradient, L2) or SGD."""
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """adamw, adam: decay rates of the two moments."""
+    eps: NonNegativeFloat = 1e-8
+    """adamw, adam: added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay a step, relative to the learning rate."""
+    bias_correction: Bool = True
+    """adamw, adam: correct the moments for their start at zero."""
+    momentum: NonNegativeFloat = 0.0
+    """sgd: momentum; 0 is plain SGD and keeps no state."""
+    dampening: Float = 0.0
+    """sgd: the part of each gradient that is kept out of the momentum."""
+    nesterov: Bool = False
+    """sgd: Nesterov momentum; needs momentum > 0 and dampening 0."""
+
+    def _contradictions(self) -> Iterator[str]:
+        foreign = ("betas", "eps", "bias_correction") if self.type == "sgd" else ("momentum", "dampening", "nesterov")
+        yield from _without_effect(self, "optimizer", foreign)
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            yield (
+                f"optimizer.nesterov: got momentum {self.momentum} and dampening {self.dampening}, expected "
+                "momentum > 0 and dampening 0 with Nesterov momentum. Change them, or set nesterov=False."
+            )
+
+
+@schema("scheduler")
+class SchedulerConfig:
+    """A learning-rate schedule, moved on by each applied step. The formulas are in zerocore.schedulers."""
+
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    """After the warm-up: constant; down to warmup_min_lr in a line; down along a cosine."""
+    warmup_num_steps: PositiveInt = 1000
+    """Steps of the warm-up."""
+    warmup_type: WarmupType = "log"
+    """Shape of the warm-up."""
+    total_num_steps: PositiveInt | None = None
+    """WarmupDecayLR, WarmupCosineLR: steps of the whole run; must be set."""
+    warmup_min_lr: LrOrList = 0.0
+    """WarmupLR, WarmupDecayLR: learning rate at the start, one for all or one a parameter group."""
+    warmup_max_lr: LrOrList | None = None
+    """WarmupLR, WarmupDecayLR: learning rate after the warm-up; None takes each group's own."""
+    warmup_min_ratio: Ratio = 0.0
+    """WarmupCosineLR: the start of the warm-up, as a part of each group's learning rate."""
+    cos_min_ratio: Ratio = 1e-4
+    """WarmupCosineLR: the end of the cosine, as a part of each group's learning rate."""
+    last_batch_iteration: IterationInt = -1
+    """Steps already made, less one; -1 starts afresh."""
+
+    def _contradictions(self) -> Iterator[str]:
+        cosine = self.type == "WarmupCosineLR"
+        yield from _without_effect(
+            self, "scheduler", ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
+        )
+        if self.type == "WarmupLR":
+            yield from _without_effect(self, "scheduler", ("total_num_steps",))
+        elif self.total_num_steps is None:
+            yield f"scheduler.total_num_steps: got None, expected the number of steps of the run. {self.type} needs it."
+
+
+@schema("precision.loss_scale")
+class LossScaleConfig:
+    """Loss scaling of fp16 training: dynamic unless static_scale is set."""
+
+    static_scale: PositiveFloat | None = None
+    """A constant scale; None scales dynamically, by the keys below."""
+    initial_scale_power: ScalePower = 16
+    """The dynamic scale starts at two to this power."""
+    window: PositiveInt = 1000
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Overflows until the scale is halved for the first time; each skips its step."""
+    consecutive_hysteresis: Bool = False
+    """True: a step without overflow restores the full hysteresis; False: only a doubling does."""
+    min_scale: PositiveFloat = 1.0
+    """The dynamic scale stays above; an overflow at this scale ends the training with an error."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.static_scale is None and self.min_scale > 2.0**self.initial_scale_power:
+            yield (
+                f"precision.loss_scale.min_scale: got {self.min_scale}, expected at most the initial scale "
+                f"2^{self.initial_scale_power}. Lower min_scale or raise initial_scale_power."
+            )
+
+
+@schema("precision")
+class PrecisionConfig:
+    """The dtype of parameters and computation. Master weights, sums of gradients and moments are always fp32."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the model is cast to."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """fp16: see below."""
+    on_nonfinite: Literal["skip", "raise"] | None = None
+    """A step whose gradients hold inf or NaN is skipped, or raises NonFiniteError. None: raise in fp32, else skip."""
+
+
+@schema("zero")
+class ZeroConfig:
+    """What is sharded over the ranks. Stage and bucket size change memory and speed, never the result."""
+
+    stage: Stage = 0
+    """0: nothing; 1 and 2: gradients and optimizer state."""
+    bucket_numel: PositiveInt = 8_388_608
+    """Elements a bucket: the unit in which gradients are reduced and parameters gathered."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.stage == 3:
+            yield "zero.stage: got 3, expected 0, 1 or 2. Stage 3 is not available in this version; use stage 2."
+
+
+@schema("comm")
+class CommConfig:
+    """Communication between ranks."""
+
+    timeout_ms: PositiveInt = 600_000
+    """Milliseconds that a collective waits for a rank before it raises CommError."""
+
+
+@schema("data")
+class DataConfig:
+    """How the loader made from Engine(training_data=...) deals out samples."""
+
+    shuffle: Bool = True
+    """A new order each epoch, from the seed; False keeps the data set's own."""
+    drop_last: Bool = False
+    """True: drop the samples that do not fill a last step; False: fill it from the epoch's start."""
+    num_workers: NonNegativeInt = 0
+    """Loader processes a rank; 0 loads in the training process."""
+
+
+def _without_effect(config: Any, prefix: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Problems for keys that are set although they mean nothing for `config.type`."""
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    for name in names:
+        value = getattr(config, name)
+        if value != defaults[name]:
+            yield f'{prefix}.{name}: got {show(value)}, expected no value: type "{config.type}" has none. Remove it.'

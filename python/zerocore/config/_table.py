@@ -1,0 +1,270 @@
+"""The DeepSpeed keys that are known here, one line a key. Translation and documentation are made from it."""
+
+from __future__ import annotations
+
+from zerocore.config._keys import Auto, Key, Use, honoured, no_effect, renamed, unavailable, unavailable_block
+from zerocore.config._types import (
+    Betas,
+    Bool,
+    Float,
+    IterationInt,
+    LogSteps,
+    LossScale,
+    LrOrList,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Ratio,
+    ScalePower,
+    SeedInt,
+    Stage,
+    Text,
+    WarmupType,
+)
+
+_FILL = Auto.MUST_FILL
+_ADAM = ("adam", "adamw")
+_SGD = ("sgd",)
+_ANY = ("adam", "adamw", "sgd")
+_LR = ("warmuplr", "warmupdecaylr")
+_TOTAL = ("warmupdecaylr", "warmupcosinelr")
+_COSINE = ("warmupcosinelr",)
+_BATCH = PositiveInt | None
+_STAGE3 = "only stage 3 reads it"
+_CKPT = "only DeepSpeed's own activation checkpointing reads it; torch.utils.checkpoint needs no settings"
+_AIO = "only offload to NVMe reads it"
+_SCALE = "bf16 needs no loss scale"
+_TORCH = "the optimizer is fused and has no such variants"
+
+TABLE: tuple[Key, ...] = (
+    # Batch sizes
+    honoured("train_batch_size", _BATCH, "train_batch_size"),
+    honoured("train_micro_batch_size_per_gpu", _BATCH, "micro_batch_size"),
+    honoured("gradient_accumulation_steps", _BATCH, "gradient_accumulation_steps"),
+    honoured("managed_gradient_accumulation", Bool, "managed_gradient_accumulation"),
+    # Optimizer
+    honoured("optimizer.type", Text, "optimizer.type", auto=_FILL),
+    honoured("optimizer.params.lr", NonNegativeFloat, "optimizer.lr", auto=_FILL, only=_ANY),
+    honoured("optimizer.params.betas", Betas, "optimizer.betas", only=_ADAM),
+    honoured("optimizer.params.eps", NonNegativeFloat, "optimizer.eps", only=_ADAM),
+    honoured("optimizer.params.weight_decay", NonNegativeFloat, "optimizer.weight_decay", only=_ANY),
+    honoured("optimizer.params.bias_correction", Bool, "optimizer.bias_correction", only=_ADAM),
+    honoured("optimizer.params.adam_w_mode", Bool, "optimizer.type", only=_ADAM),
+    honoured("optimizer.params.torch_adam", Bool, "optimizer.weight_decay (its default only)", only=_ADAM),
+    honoured("optimizer.params.momentum", NonNegativeFloat, "optimizer.momentum", only=_SGD),
+    honoured("optimizer.params.dampening", Float, "optimizer.dampening", only=_SGD),
+    honoured("optimizer.params.nesterov", Bool, "optimizer.nesterov", only=_SGD),
+    unavailable("optimizer.params.amsgrad", "the AMSGrad variant", only=_ADAM),
+    unavailable("optimizer.params.maximize", "maximizing", only=_ANY),
+    unavailable("optimizer.params.fp32_optimizer_states", "16-bit optimizer state", off=(True,), only=_ADAM),
+    unavailable(
+        "optimizer.params.max_grad_norm", "clipping by the optimizer (set gradient_clipping)", off=(), only=_ANY
+    ),
+    no_effect("optimizer.params.foreach", Bool, _TORCH, only=_ANY),
+    no_effect("optimizer.params.fused", Bool, _TORCH, only=_ANY),
+    no_effect("optimizer.params.capturable", Bool, _TORCH, off=(False,), only=_ADAM),
+    no_effect("optimizer.params.differentiable", Bool, _TORCH, off=(False,), only=_ANY),
+    no_effect("optimizer.params.set_grad_none", Bool, "the engine takes gradients and frees them", only=_ADAM),
+    no_effect("optimizer.legacy_fusion", Bool, _TORCH, off=(False,)),
+    no_effect("zero_allow_untested_optimizer", Bool, "every optimizer that is accepted works in every stage"),
+    no_effect("zero_force_ds_cpu_optimizer", Bool, "one optimizer serves every device"),
+    # Schedule
+    honoured("scheduler.type", Text, "scheduler.type", auto=_FILL),
+    honoured("scheduler.params.warmup_min_lr", LrOrList, "scheduler.warmup_min_lr", only=_LR),
+    honoured("scheduler.params.warmup_max_lr", LrOrList, "scheduler.warmup_max_lr", only=_LR),
+    honoured("scheduler.params.warmup_num_steps", PositiveInt, "scheduler.warmup_num_steps", auto=_FILL),
+    honoured("scheduler.params.warmup_type", WarmupType, "scheduler.warmup_type"),
+    honoured("scheduler.params.total_num_steps", PositiveInt, "scheduler.total_num_steps", auto=_FILL, only=_TOTAL),
+    honoured("scheduler.params.warmup_min_ratio", Ratio, "scheduler.warmup_min_ratio", only=_COSINE),
+    honoured("scheduler.params.cos_min_ratio", Ratio, "scheduler.cos_min_ratio", only=_COSINE),
+    honoured("scheduler.params.last_batch_iteration", IterationInt, "scheduler.last_batch_iteration"),
+    # Gradients
+    honoured("gradient_clipping", NonNegativeFloat, "gradient_clipping"),
+    unavailable("prescale_gradients", "prescaling (gradients are summed unscaled in fp32, and scaled once)"),
+    unavailable("gradient_predivide_factor", "predivision (gradients are summed unscaled in fp32)", off=(1,)),
+    unavailable("gradient_allreduce_op", "a sum of gradients in place of their mean", off=("mean",)),
+    unavailable("sparse_gradients", "sparse gradient reduction"),
+    unavailable("communication_data_type", "reducing gradients in 16 bits", off=("fp32",)),
+    unavailable("data_types.grad_accum_dtype", "accumulating gradients in 16 bits", off=("fp32", "float32", "float")),
+    unavailable("data_types.param_dtype", "a parameter dtype apart from fp16 and bf16 blocks", off=()),
+    unavailable("data_types.buffer_dtype", "a dtype for buffers", off=()),
+    no_effect("seq_parallel_communication_data_type", Text, "only sequence parallelism reads it"),
+    no_effect("disable_allgather", Bool, "parameters are always gathered", off=(False,)),
+    # Precision
+    honoured("fp16.enabled", Bool, 'precision.dtype = "fp16"'),
+    honoured("fp16.loss_scale", LossScale, "precision.loss_scale.static_scale (0: dynamic)"),
+    honoured("fp16.initial_scale_power", ScalePower, "precision.loss_scale.initial_scale_power"),
+    honoured("fp16.loss_scale_window", PositiveInt, "precision.loss_scale.window"),
+    honoured("fp16.hysteresis", PositiveInt, "precision.loss_scale.hysteresis"),
+    honoured("fp16.consecutive_hysteresis", Bool, "precision.loss_scale.consecutive_hysteresis"),
+    honoured("fp16.min_loss_scale", NonNegativeFloat, "precision.loss_scale.min_scale"),
+    unavailable("fp16.auto_cast", "casting inputs to fp16 (call .half() on floating-point inputs)"),
+    unavailable("fp16.fp16_master_weights_and_grads", "16-bit master weights"),
+    honoured("bf16.enabled", Bool, 'precision.dtype = "bf16"'),
+    no_effect("bf16.check_grad_overflow", Bool, "steps with inf or NaN are always found", off=(True,)),
+    no_effect("bf16.immediate_grad_update", Bool, "gradients go into fp32 sums bucket by bucket", off=(False,)),
+    no_effect("bf16.loss_scale", LossScale, _SCALE),
+    no_effect("bf16.initial_scale_power", NonNegativeInt, _SCALE),
+    no_effect("bf16.loss_scale_window", NonNegativeInt, _SCALE),
+    no_effect("bf16.hysteresis", NonNegativeInt, _SCALE),
+    no_effect("bf16.min_loss_scale", NonNegativeFloat, _SCALE),
+    unavailable("bf16.bf16_master_weights_and_grads", "16-bit master weights"),
+    unavailable("bf16.bf16_optimizer_states", "16-bit optimizer state"),
+    renamed("bfloat16", "bf16"),
+    unavailable_block("torch_autocast", "autocast by the engine (use torch.autocast in the forward, or fp16 or bf16)"),
+    unavailable_block("amp", "Apex AMP (use fp16 or bf16)"),
+    # ZeRO
+    honoured("zero_optimization.stage", Stage, "zero.stage"),
+    honoured("zero_optimization.reduce_bucket_size", PositiveInt, "zero.bucket_numel"),
+    no_effect("zero_optimization.allgather_bucket_size", NonNegativeInt, "reduce_bucket_size is the one bucket size"),
+    no_effect("zero_optimization.allgather_partitions", Bool, "parameters are always gathered bucket by bucket"),
+    no_effect("zero_optimization.contiguous_gradients", Bool, "buckets are always contiguous"),
+    no_effect("zero_optimization.overlap_comm", Bool, "reduction always overlaps the backward"),
+    no_effect("zero_optimization.reduce_scatter", Bool, "the result is the same"),
+    no_effect("zero_optimization.use_multi_rank_bucket_allreduce", Bool, "buckets are cut evenly over the ranks"),
+    no_effect("zero_optimization.compute_grad_norm", Bool, "the norm is always computed", off=(True,)),
+    no_effect("zero_optimization.round_robin_gradients", Bool, "buckets are cut evenly over the ranks", off=(False,)),
+    no_effect("zero_optimization.parameter_alignment", Bool, "parameters are always aligned", off=(False,)),
+    no_effect("zero_optimization.ignore_unused_parameters", Bool, "unused parameters are always skipped", off=(True,)),
+    no_effect("zero_optimization.legacy_stage1", Bool, "there is one stage 1", off=(False,)),
+    no_effect("zero_optimization.load_from_fp32_weights", Bool, "master weights are what is loaded", off=(True,)),
+    no_effect("zero_optimization.elastic_checkpoint", Bool, "no format depends on it"),
+    no_effect("zero_optimization.save_muon_momentum_buffer_in_memory", Bool, "only Muon reads it", off=(False,)),
+    no_effect("zero_optimization.sub_group_size", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_max_live_parameters", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_max_reuse_distance", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_prefetch_bucket_size", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_param_persistence_threshold", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_model_persistence_threshold", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_gather_16bit_weights_on_model_save", Bool, _STAGE3),
+    no_effect("zero_optimization.stage3_module_granularity_threshold", NonNegativeInt, _STAGE3),
+    no_effect("zero_optimization.stage3_use_all_reduce_for_fetch_params", Bool, _STAGE3),
+    no_effect("zero_optimization.stage3_allgather_sequential", Bool, _STAGE3),
+    no_effect("zero_optimization.memory_efficient_linear", Bool, _STAGE3),
+    no_effect("zero_optimization.override_module_apply", Bool, _STAGE3),
+    no_effect("zero_optimization.pipeline_loading_checkpoint", Bool, _STAGE3, off=(False,)),
+    no_effect("zero_optimization.log_trace_cache_warnings", Bool, _STAGE3, off=(False,)),
+    no_effect("zero_optimization.enable_sanity_checks", Bool, "ranks are always compared"),
+    no_effect("zero_optimization.leaf_module", None, _STAGE3),
+    unavailable_block("zero_optimization.offload_optimizer", "offload to CPU memory or NVMe", switches=("device",)),
+    unavailable_block("zero_optimization.offload_param", "offload to CPU memory or NVMe", switches=("device",)),
+    unavailable("zero_optimization.cpu_offload", "offload to CPU memory"),
+    unavailable("zero_optimization.cpu_offload_param", "offload to CPU memory"),
+    unavailable("zero_optimization.cpu_offload_params", "offload to CPU memory"),
+    no_effect("zero_optimization.cpu_offload_use_pin_memory", Bool, "only offload reads it"),
+    unavailable_block("zero_optimization.zenflow", "ZenFlow"),
+    unavailable("zero_optimization.zero_hpz_partition_size", "hierarchical partitioning", off=(1,)),
+    unavailable("zero_optimization.zero_quantized_weights", "quantized communication"),
+    unavailable("zero_optimization.zero_quantized_nontrainable_weights", "quantized communication"),
+    unavailable("zero_optimization.zero_quantized_gradients", "quantized communication"),
+    unavailable_block("zero_optimization.zeropp_loco_param", "quantized communication"),
+    unavailable("zero_optimization.mics_shard_size", "MiCS sharding", off=(-1,)),
+    unavailable("zero_optimization.mics_hierarchical_params_gather", "MiCS sharding"),
+    renamed(
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ),
+    *(
+        renamed(f"zero_optimization.{name}", f"zero_optimization.stage3_{name}")
+        for name in (
+            "max_live_parameters",
+            "max_reuse_distance",
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    ),
+    # Data and seed
+    honoured("seed", SeedInt, "seed (not a DeepSpeed key)"),
+    honoured("dataloader_drop_last", Bool, "data.drop_last"),
+    unavailable_block("data_efficiency", "data sampling and routing by the engine"),
+    unavailable_block("curriculum_learning", "curriculum learning"),
+    # Reports
+    honoured("steps_per_print", LogSteps, "steps_per_print"),
+    no_effect("wall_clock_breakdown", Bool, "there are no timers", off=(False,)),
+    no_effect("memory_breakdown", Bool, "Engine.memory_report() tells", off=(False,)),
+    no_effect("dump_state", Bool, "print Config.describe()", off=(False,)),
+    no_effect("log_level", Text, 'set the level of logging.getLogger("zerocore")'),
+    no_effect("disable_python_gc", Bool, "garbage collection is left alone", off=(False,)),
+    no_effect("vocabulary_size", NonNegativeInt, "DeepSpeed only warns by it"),
+    no_effect("timers", None, "there are no timers"),
+    unavailable_block("tensorboard", "the TensorBoard monitor"),
+    unavailable_block("wandb", "the Weights & Biases monitor"),
+    unavailable_block("csv_monitor", "the CSV monitor"),
+    unavailable_block("comet", "the Comet monitor"),
+    unavailable_block("flops_profiler", "the flops profiler"),
+    unavailable_block("comms_logger", "the communication logger (Engine.comm_report() counts)"),
+    # Other capabilities
+    *(
+        no_effect(f"activation_checkpointing.{name}", type, _CKPT, off=(False,))
+        for name, type in (
+            ("partition_activations", Bool),
+            ("cpu_checkpointing", Bool),
+            ("contiguous_memory_optimization", Bool),
+            ("number_checkpoints", NonNegativeInt),
+            ("synchronize_checkpoint_boundary", Bool),
+            ("profile", Bool),
+        )
+    ),
+    *(
+        no_effect(f"aio.{name}", type, _AIO)
+        for name, type in (
+            ("block_size", PositiveInt),
+            ("queue_depth", PositiveInt),
+            ("intra_op_parallelism", PositiveInt),
+            ("thread_count", PositiveInt),
+            ("single_submit", Bool),
+            ("overlap_events", Bool),
+            ("use_gds", Bool),
+        )
+    ),
+    no_effect("checkpoint.tag_validation", Text, "there is no checkpoint to tag"),
+    unavailable("checkpoint.load_universal", "checkpointing"),
+    unavailable("checkpoint.use_node_local_storage", "checkpointing"),
+    unavailable("checkpoint.checkpoint_serialization", "checkpointing", off=(True,)),
+    unavailable("checkpoint.parallel_write", "checkpointing", off=({"pipeline_stage": False},)),
+    unavailable("checkpoint.writer", "checkpointing", off=()),
+    unavailable_block("datastates_ckpt", "checkpointing by DataStates"),
+    unavailable_block("nebula", "checkpointing by Nebula"),
+    unavailable_block("pipeline", "pipeline parallelism", switches=("enabled", "stages")),
+    unavailable_block("tensor_parallel", "tensor parallelism", switches=("enabled", "autotp_size", "tp_size")),
+    unavailable_block("expert_parallel", "expert parallelism"),
+    unavailable("use_data_before_expert_parallelism", "expert parallelism"),
+    unavailable("sequence_parallel_size", "sequence parallelism", off=(1,)),
+    unavailable("data_parallel_size", "a device mesh by configuration", off=()),
+    unavailable_block("elasticity", "choosing batch sizes by elasticity (they work for any number of ranks)"),
+    unavailable_block("autotuning", "autotuning"),
+    unavailable_block("compile", "DeepCompile (use torch.compile)", switches=("deepcompile",)),
+    unavailable_block("hybrid_engine", "the hybrid engine"),
+    unavailable_block("compression_training", "compression"),
+    unavailable_block("weight_quantization", "quantization"),
+    unavailable_block("quantize_training", "quantization"),
+    unavailable_block("eigenvalue", "eigenvalue estimation"),
+    unavailable_block("sparse_attention", "sparse attention"),
+    unavailable_block("progressive_layer_drop", "progressive layer drop"),
+    unavailable("graph_harvesting", "graph harvesting"),
+)
+
+# The native key of each honoured key, by the last part of its name, for those who take one for the other.
+NATIVE_NAMES = {
+    key.path.rpartition(".")[2]: key.note.partition(" ")[0]
+    for key in TABLE
+    if key.use is Use.HONOURED and not key.path.endswith((".type", ".enabled"))
+}
+
+# Names that are often written in place of another one, and too unlike it to be found by spelling.
+HINTS = {
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "learning_rate": "optimizer.params.lr",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "monitor_config": "tensorboard, wandb or csv_monitor at the top level",
+    "tensor_parallel_size": "tensor_parallel.autotp_size",
+    "pipeline_parallel_size": "pipeline.stages",
+    "pipeline_parallel": "pipeline",
+    "dynamic_train": "data_efficiency.data_routing",
+}
