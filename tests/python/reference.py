@@ -1,0 +1,97 @@
+"""What training must compute: one process, plain fp32 torch operations, every micro-batch in order. docs/numerics.md in code."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+F64, F32 = torch.float64, torch.float32
+
+
+def block_square_sums(x):
+    """fp64 sums of squares of the 1024-element blocks of a gradient: 16 lanes in order, then added by halves."""
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 1024)).view(-1, 64, 16).to(F64).square()
+    lanes = blocks[:, 0].clone()
+    for row in range(1, 64):
+        lanes += blocks[:, row]
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+    return lanes[:, 0].tolist()
+
+
+def rounded(value):
+    """A double, rounded once to fp32."""
+    return torch.tensor(value, dtype=F32)
+
+
+def root(x):
+    """Correctly rounded, as IEEE 754 has it; torch's fp32 sqrt may be off by one unit in the last place."""
+    return x.to(F64).sqrt().to(F32)
+
+
+def power(base, exponent):
+    """By squaring, in double."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+class Reference:
+    """Trains `model` (already in its dtype) on losses of micro-batches; `masters` are its parameters' fp32 values.
+
+    Args:
+        hyper: what an optimizer config holds, of type "adamw", "adam" or "sgd".
+        max_norm: gradient clipping; 0 is off.
+        scale: the loss scale.
+    """
+
+    def __init__(self, model, masters, *, hyper, max_norm=0.0, scale=1.0):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = masters
+        self.hyper, self.max_norm, self.scale = hyper, max_norm, scale
+        self.state = [[torch.zeros_like(m), torch.zeros_like(m)] for m in masters]
+        self.steps = [0] * len(masters)
+
+    def step(self, losses):
+        """One optimizer step over the step's micro-batches; losses: functions that compute each one's loss."""
+        sums, used = [torch.zeros_like(m) for m in self.masters], [False] * len(self.masters)
+        for loss in losses:
+            (loss().float() * self.scale).backward()
+            for i, p in enumerate(self.params):
+                if p.grad is not None:
+                    sums[i] += p.grad.float()
+                    used[i], p.grad = True, None
+        divisor = self.scale * len(losses)
+        norm = math.sqrt(math.fsum(s for x in sums for s in block_square_sums(x))) / divisor
+        clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        for i in range(len(sums)):
+            if used[i]:
+                self.steps[i] += 1
+                self.update(i, sums[i] * rounded(clip / divisor))
+        with torch.no_grad():
+            for p, m in zip(self.params, self.masters):
+                p.copy_(m)
+
+    def update(self, i, g):
+        h, t, p, (s1, s2) = self.hyper, self.steps[i], self.masters[i], self.state[i]
+        if h["type"] == "sgd":
+            g = g + rounded(h["weight_decay"]) * p
+            direction = g
+            if h["momentum"]:
+                s1.copy_(g if t == 1 else rounded(h["momentum"]) * s1 + rounded(1 - h["dampening"]) * g)
+                direction = g + rounded(h["momentum"]) * s1 if h["nesterov"] else s1
+            p.copy_(p - rounded(h["lr"]) * direction)
+            return
+        b1, b2 = h["betas"]
+        decoupled = h["type"] == "adamw"
+        g = g + rounded(0.0 if decoupled else h["weight_decay"]) * p
+        s1.copy_(rounded(b1) * s1 + rounded(1 - b1) * g)
+        s2.copy_(rounded(b2) * s2 + (rounded(1 - b2) * g) * g)
+        denominator = root(s2) * rounded(1 / math.sqrt(1 - power(b2, t))) + rounded(h["eps"])
+        decay = rounded(1 - h["lr"] * h["weight_decay"] if decoupled else 1.0)
+        p.copy_(decay * p - rounded(h["lr"] / (1 - power(b1, t))) * (s1 / denominator))

@@ -1,0 +1,370 @@
+"""The engine on one rank: semantics, bookkeeping, and what wrong use is told."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+import zerocore
+from zerocore.errors import ConfigError, NonFiniteError, UnsupportedError
+
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
+
+
+def config(**changes):
+    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+    return base | changes
+
+
+def one_weight(value=8.0):
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+def train(engine, factor, *, steps=1):
+    """The gradient of the weight is `factor`."""
+    for _ in range(steps):
+        engine.backward(engine(torch.full((1, 1), float(factor))).sum())
+        engine.step()
+
+
+# Accumulation
+
+
+def test_step_after_each_micro_step_gives_the_mean():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4))
+    for factor in (1, 2, 3, 6):
+        assert engine.module.weight.item() == 8
+        train(engine, factor)
+    assert engine.module.weight.item() == 8 - 0.5 * 3
+    assert (engine.global_steps, engine.micro_steps) == (1, 4)
+
+
+def test_boundary_is_known_before_step():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+    assert not engine.is_gradient_accumulation_boundary()
+    train(engine, 1)
+    assert not engine.was_step_applied()
+    assert engine.is_gradient_accumulation_boundary()
+    train(engine, 1)
+    assert engine.was_step_applied()
+
+
+def test_pytorch_loop_keeps_the_sum_of_the_users_losses(caplog):
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for factor in (1, 2, 3, 6):
+                engine.backward(engine(torch.full((1, 1), float(factor))).sum() / 4)
+            engine.step()
+    assert engine.module.weight.item() == 8 - 2 * 0.5 * 3
+    assert engine.global_steps == 2
+    assert sum("managed_gradient_accumulation" in r.message for r in caplog.records) == 1
+
+
+def test_unmanaged_accumulation_needs_no_guess(caplog):
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4, managed_gradient_accumulation=False))
+    with caplog.at_level(logging.WARNING):
+        train(engine, 2)
+        assert engine.module.weight.item() == 7
+        for factor in (1, 3):
+            engine.backward(engine(torch.full((1, 1), float(factor))).sum())
+        engine.step()
+    assert engine.module.weight.item() == 7 - 0.5 * 4
+    assert not caplog.records
+
+
+def test_explicit_boundaries_give_the_mean_over_what_there_was():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4))
+    for factors in ((1, 2, 6), (4, 8)):
+        for i, factor in enumerate(factors):
+            engine.set_gradient_accumulation_boundary(i == len(factors) - 1)
+            engine.backward(engine(torch.full((1, 1), float(factor))).sum())
+            engine.step()
+    assert engine.module.weight.item() == 8 - 0.5 * 3 - 0.5 * 6
+
+
+def test_several_backwards_in_one_micro_step_add_up():
+    engine = zerocore.Engine(one_weight(), config())
+    for _ in range(3):
+        a, b = engine(torch.ones(1, 1)), engine(torch.full((1, 1), 3.0))
+        engine.backward(a.sum())
+        engine.backward(b.sum())
+        engine.step()
+    assert engine.module.weight.item() == 8 - 3 * 0.5 * 4
+
+
+def test_several_backwards_a_micro_step_under_accumulation(caplog):
+    engine = zerocore.Engine(one_weight(20.0), config(gradient_accumulation_steps=3))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.backward(engine(torch.full((1, 1), 3.0)).sum())
+            engine.step()
+    assert engine.global_steps == 2
+    assert engine.module.weight.item() == 20 - 2 * 0.5 * 4
+    assert sum("several losses" in r.message for r in caplog.records) == 1
+
+
+def test_clipping_sees_the_mean():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2, gradient_clipping=1.0))
+    train(engine, 2)
+    train(engine, 4)
+    report = engine.grad_norm_report()
+    assert engine.get_global_grad_norm() == report.before == 3.0
+    assert report.factor == pytest.approx(1 / 3)
+    assert engine.module.weight.item() == pytest.approx(8 - 0.5)
+
+
+def test_plain_backward_works_without_loss_scaling():
+    engine = zerocore.Engine(one_weight(), config())
+    engine(torch.full((1, 1), 2.0)).sum().backward()
+    engine.step()
+    assert engine.module.weight.item() == 7
+
+
+def test_plain_backward_under_fp16_is_refused():
+    engine = zerocore.Engine(one_weight(), config(fp16={"enabled": True}))
+    with pytest.raises(ConfigError, match=r"\[engine\] a gradient of weight arrived outside engine.backward"):
+        engine(torch.ones(1, 1, dtype=torch.float16)).sum().backward()
+
+
+# Parameters
+
+
+def test_parameters_are_replaced_in_place_and_gradients_taken():
+    model = one_weight()
+    weight = model.weight
+    engine = zerocore.Engine(model, config())
+    train(engine, 2)
+    assert model.weight is weight
+    assert weight.grad is None
+    assert weight.item() == 7
+
+
+def test_an_unused_parameter_is_not_decayed():
+    model = torch.nn.ModuleDict({"a": one_weight(), "b": one_weight()})
+    model.forward = lambda x: model["a"](x)
+    engine = zerocore.Engine(model, config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}))
+    train(engine, 1, steps=3)
+    assert model["b"].weight.item() == 8
+    assert model["a"].weight.item() < 7
+
+
+def test_channels_last_parameters_keep_their_layout():
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    reference = torch.nn.Conv2d(3, 4, 3)
+    reference.load_state_dict(model.state_dict())
+    engine = zerocore.Engine(model, config())
+    x = torch.randn(2, 3, 8, 8)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    reference(x).square().mean().backward()
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(model.weight.detach(), (reference.weight - 0.5 * reference.weight.grad).detach())
+
+
+def test_groups_keep_their_settings_and_schedules_change_them():
+    model = torch.nn.ModuleList([one_weight(), one_weight()])
+    model.forward = lambda x: model[0](x) + model[1](x)
+    groups = [{"params": [model[0].weight], "lr": 1.0}, {"params": [model[1].weight], "lr": 0.25}]
+    engine = zerocore.Engine(model, config(), optimizer=torch.optim.SGD(groups, lr=0.5))
+    train(engine, 2)
+    assert (model[0].weight.item(), model[1].weight.item()) == (6, 7.5)
+    engine.optimizer.param_groups[1]["lr"] = 0.0
+    assert engine.get_lr() == [1.0, 0.0]
+    train(engine, 2)
+    assert (model[0].weight.item(), model[1].weight.item()) == (4, 7.5)
+
+
+def test_a_torch_scheduler_on_the_handed_in_optimizer_is_seen():
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = zerocore.Engine(model, config(), optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    train(engine, 2)
+    assert engine.get_lr() == [0.25]
+    train(engine, 2)
+    assert model.weight.item() == 8 - 1 - 0.5
+
+
+def test_bf16_keeps_fp32_masters():
+    model = one_weight(1.0)
+    engine = zerocore.Engine(model, config(bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 2.0**-10}}))
+    for _ in range(4):
+        engine.backward(engine(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+        engine.step()
+    assert model.weight.dtype == torch.bfloat16
+    assert model.weight.item() == 1 - 2.0**-8  # four updates, each too small for a bf16 weight of 1
+
+
+def test_memory_report_counts_states():
+    model = torch.nn.Linear(1024, 64, bias=False)
+    model.register_buffer("table", torch.zeros(10))
+    report = zerocore.Engine(model, config(bf16={"enabled": True}, optimizer={"type": "AdamW"})).memory_report()
+    psi = 65536
+    assert report == {
+        "parameters": 2 * psi,
+        "gradient_accumulator": 4 * psi,
+        "master_weights": 4 * psi,
+        "optimizer_state": 8 * psi,
+        "pool": 0,
+        "frozen_parameters": 0,
+        "buffers": 20,
+    }
+
+
+# Random numbers
+
+
+def test_the_users_generator_is_left_alone_and_dropout_has_names():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5))
+    engine = zerocore.Engine(model, config())
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    first = engine(torch.ones(1, 4)) == 0
+    second = engine(torch.ones(1, 4)) == 0
+    assert torch.equal(torch.rand(4), expected)
+    assert not torch.equal(first, second)
+    again = zerocore.Engine(model, config())
+    torch.manual_seed(99)
+    assert torch.equal(again(torch.ones(1, 4)) == 0, first)
+
+
+# Loss scaling and non-finite gradients
+
+
+def fp16(**changes):
+    return config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1} | changes)
+
+
+def half_step(engine, value):
+    engine.backward(engine(torch.full((1, 1), value, dtype=torch.float16)).sum())
+    engine.step()
+
+
+def test_loss_scale_does_not_show_in_the_update():
+    engine = zerocore.Engine(one_weight(), fp16())
+    assert engine.loss_scale == 16
+    half_step(engine, 2.0)
+    assert engine.module.weight.item() == 7
+    assert engine.get_global_grad_norm() == 2
+
+
+def test_an_overflow_skips_the_step_halves_the_scale_and_holds_the_scheduler(caplog):
+    engine = zerocore.Engine(one_weight(), fp16() | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}})
+    lr = engine.get_lr()
+    with caplog.at_level(logging.WARNING):
+        half_step(engine, math.inf)
+    assert engine.module.weight.item() == 8
+    assert (engine.loss_scale, engine.global_steps, engine.skipped_steps) == (8, 1, 1)
+    assert not engine.was_step_applied()
+    assert engine.get_lr() == lr
+    assert "step 0: gradients are not finite" in caplog.text and "weight" in caplog.text
+    half_step(engine, 1.0)
+    assert engine.was_step_applied()
+
+
+def test_an_exhausted_loss_scale_names_the_parameters():
+    engine = zerocore.Engine(one_weight(), fp16(initial_scale_power=0))
+    with pytest.raises(NonFiniteError, match=r"inf or NaN in 1 parameters, first weight; loss on rank 0 was (inf|nan).*minimum 1"):
+        half_step(engine, math.inf)
+
+
+def test_a_nan_loss_in_fp32_is_an_error_that_changes_nothing():
+    engine = zerocore.Engine(one_weight(), config())
+    train(engine, 2)
+    with pytest.raises(NonFiniteError, match=r"\[engine\] step 1: gradients are not finite, nothing was updated.*first weight; loss on rank 0 was nan"):
+        train(engine, math.nan)
+    assert engine.module.weight.item() == 7
+    train(engine, 2)
+    assert engine.module.weight.item() == 6
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda engine: engine(torch.ones(2, 1)), r"\[engine\] backward: got a loss of shape \(2, 1\), expected a scalar"),
+        (lambda engine: 3.0, r"\[engine\] backward: got a loss of shape float, expected a scalar"),
+        (lambda engine: engine(torch.ones(1, 1)).sum().detach(), r"\[engine\] backward: the loss has no graph"),
+    ],
+)
+def test_a_wrong_loss(loss, message):
+    engine = zerocore.Engine(one_weight(), config())
+    with pytest.raises(ConfigError, match=message):
+        engine.backward(loss(engine))
+
+
+def test_step_before_backward():
+    engine = zerocore.Engine(one_weight(), config())
+    with pytest.raises(ConfigError, match=r"\[engine\] step: no gradients, expected a backward\(\) since the last step"):
+        engine.step()
+    train(engine, 1)
+    with pytest.raises(ConfigError, match="no gradients"):
+        engine.step()
+
+
+def test_no_trainable_parameter():
+    model = one_weight()
+    model.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"\[engine\] the model has no trainable parameter: got 1 parameters, all frozen"):
+        zerocore.Engine(model, config())
+
+
+def test_a_model_that_is_none_or_in_another_precision():
+    with pytest.raises(ConfigError, match=r"\[engine\] model: got NoneType"):
+        zerocore.Engine(None, config())
+    with pytest.raises(ConfigError, match=r"parameter weight is torch.bfloat16 but the config trains in fp32"):
+        zerocore.Engine(one_weight().bfloat16(), config())
+    with pytest.raises(UnsupportedError, match=r"parameter weight is torch.float64"):
+        zerocore.Engine(one_weight().double(), config())
+
+
+def test_foreign_optimizers():
+    model = one_weight()
+    with pytest.raises(UnsupportedError, match=r"\[optimizer\] got torch.optim.rprop.Rprop, expected torch.optim.AdamW, Adam or SGD"):
+        zerocore.Engine(model, config(), optimizer=torch.optim.Rprop(model.parameters()))
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        zerocore.Engine(model, config(), optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(ConfigError, match="the optimizer holds 1 trainable parameters, 0 of them the model's"):
+        zerocore.Engine(model, config(), optimizer=torch.optim.SGD(one_weight().parameters(), lr=1.0))
+    engine = zerocore.Engine(model, config())
+    with pytest.raises(UnsupportedError, match="Call engine.step"):
+        engine.optimizer.step()
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    engine = zerocore.Engine(model, config())
+    with pytest.raises(UnsupportedError, match=r"\[tensor\] got a torch.sparse_coo gradient"):
+        engine.backward(engine(torch.tensor([1])).sum())
+
+
+def test_initialize_has_deepspeeds_shape():
+    model = one_weight()
+    engine, optimizer, loader, scheduler = zerocore.initialize(model=model, config=config(), training_data=[torch.ones(1)] * 4)
+    assert engine.module is model and engine.optimizer is optimizer and loader is engine.training_dataloader and scheduler is None
+    assert len(loader) == 4
+    with pytest.raises(ConfigError, match=r"\[initialize\] no config"):
+        zerocore.initialize(model=model)
+    with pytest.raises(UnsupportedError, match=r"\[initialize\] mpu"):
+        zerocore.initialize(model=model, config=config(), mpu=object())
+
+
+def test_close_gives_the_model_back():
+    model = one_weight()
+    engine = zerocore.Engine(model, config())
+    train(engine, 2)
+    engine.close()
+    engine.close()
+    model(torch.ones(1, 1)).sum().backward()
+    assert model.weight.grad.item() == 1
+    assert model.weight.item() == 7
