@@ -1,9 +1,9 @@
 // Kernel speed on one thread against the memory ceiling of the same run.
 //
-// Times are of 50 million elements: 50 ms is 1 ns an element. bytes_per_second counts what crosses the memory bus: reads,
-// writes, and the read that precedes a write to memory not yet in cache (so triad moves 16 bytes an element where
-// STREAM's convention says 12). Buffers are larger than any cache. Each benchmark repeats its work element by element on
-// the head of the buffers and fails on a differing bit.
+// Times are of 50 million elements: 50 ms is 1 ns an element. bytes_per_second counts what crosses the memory bus:
+// reads, writes, and the read that precedes a write to memory not yet in cache (so triad moves 16 bytes an element
+// where STREAM's convention says 12). Buffers are larger than any cache. Each benchmark repeats its work element by
+// element on the head of the buffers and fails on a differing bit.
 //
 //   kernels_bench --benchmark_format=json        machine-readable
 //   kernels_bench --benchmark_repetitions=5 --benchmark_enable_random_interleaving=true      on a noisy machine
@@ -135,8 +135,8 @@ void BM_Adam(benchmark::State& state) {
   const Array<float> grad(-1, 1, 1), param(-1, 1, 2), exp_avg(-1, 1, 3), exp_avg_sq(0, 1, 4);
   const Array<Model> model;
   std::vector<float> g = grad.head(), p = param.head(), m = exp_avg.head(), v = exp_avg_sq.head();
-  const OptimizerBuffers buffers{grad.data(), param.data(), exp_avg.data(), exp_avg_sq.data(),
-                                 kHasModel ? model.data() : nullptr, kDType<Model>};
+  const OptimizerBuffers buffers{
+      grad.data(), param.data(), exp_avg.data(), exp_avg_sq.data(), kHasModel ? model.data() : nullptr, kDType<Model>};
   for (auto _ : state) cpu_kernels().adam(kWhole, &scalars, &kStep, buffers, {});
   for (std::int64_t step = 0; step < static_cast<std::int64_t>(state.iterations()); ++step) {
     for (std::size_t i = 0; i < kChecked; ++i) {

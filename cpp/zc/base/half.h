@@ -2,8 +2,7 @@
 //
 // Conversions to fp32 are exact; conversions from fp32 round to nearest even and overflow to infinity, as hardware
 // does. A NaN becomes a quiet NaN of the same sign. No branches, so that loops over these vectorise on any instruction
-// set, with the same bits. (The compiler's _Float16 is a
-// library call without F16C, and stays scalar with it.)
+// set, with the same bits. (The compiler's _Float16 is a library call without F16C, and stays scalar with it.)
 #pragma once
 
 #include <cstdint>
@@ -37,9 +36,7 @@ ZC_HOST_DEVICE inline float bits_float(std::uint32_t bits) {
 
 ZC_HOST_DEVICE inline float to_float(float value) { return value; }
 
-ZC_HOST_DEVICE inline float to_float(BF16 value) {
-  return bits_float(static_cast<std::uint32_t>(value.bits) << 16);
-}
+ZC_HOST_DEVICE inline float to_float(BF16 value) { return bits_float(static_cast<std::uint32_t>(value.bits) << 16); }
 
 ZC_HOST_DEVICE inline float to_float(F16 value) {
   const std::uint32_t magnitude = value.bits & 0x7fff;

@@ -28,12 +28,18 @@ void cast(const void* in, DType in_dtype, void* out, DType out_dtype, std::int64
   const auto* f16 = static_cast<const F16*>(in);
   const auto* bf16 = static_cast<const BF16*>(in);
   switch (pair(in_dtype, out_dtype)) {
-    case pair(DType::kF32, DType::kF16): return cast_each(f32, static_cast<F16*>(out), numel);
-    case pair(DType::kF32, DType::kBF16): return cast_each(f32, static_cast<BF16*>(out), numel);
-    case pair(DType::kF16, DType::kF32): return cast_each(f16, static_cast<float*>(out), numel);
-    case pair(DType::kBF16, DType::kF32): return cast_each(bf16, static_cast<float*>(out), numel);
-    case pair(DType::kF16, DType::kBF16): return cast_each(f16, static_cast<BF16*>(out), numel);
-    case pair(DType::kBF16, DType::kF16): return cast_each(bf16, static_cast<F16*>(out), numel);
+    case pair(DType::kF32, DType::kF16):
+      return cast_each(f32, static_cast<F16*>(out), numel);
+    case pair(DType::kF32, DType::kBF16):
+      return cast_each(f32, static_cast<BF16*>(out), numel);
+    case pair(DType::kF16, DType::kF32):
+      return cast_each(f16, static_cast<float*>(out), numel);
+    case pair(DType::kBF16, DType::kF32):
+      return cast_each(bf16, static_cast<float*>(out), numel);
+    case pair(DType::kF16, DType::kBF16):
+      return cast_each(f16, static_cast<BF16*>(out), numel);
+    case pair(DType::kBF16, DType::kF16):
+      return cast_each(bf16, static_cast<F16*>(out), numel);
   }
   fail(ErrorKind::kInternal, "[device] no such cast: got ", name(in_dtype), " to ", name(out_dtype),
        ", expected two different ones of fp32, fp16 and bf16");

@@ -27,10 +27,18 @@ ZC_ALWAYS_INLINE void fold_chunks(const void* const* in, std::size_t num_in, flo
     for (std::size_t first = 0; first < num_in; first += 4) {
       const auto at = [&](std::size_t k) { return static_cast<const Source*>(in[first + k]) + begin; };
       switch (std::min<std::size_t>(4, num_in - first)) {
-        case 1: fold_loop(acc + begin, count, at(0)); break;
-        case 2: fold_loop(acc + begin, count, at(0), at(1)); break;
-        case 3: fold_loop(acc + begin, count, at(0), at(1), at(2)); break;
-        case 4: fold_loop(acc + begin, count, at(0), at(1), at(2), at(3)); break;
+        case 1:
+          fold_loop(acc + begin, count, at(0));
+          break;
+        case 2:
+          fold_loop(acc + begin, count, at(0), at(1));
+          break;
+        case 3:
+          fold_loop(acc + begin, count, at(0), at(1), at(2));
+          break;
+        case 4:
+          fold_loop(acc + begin, count, at(0), at(1), at(2), at(3));
+          break;
       }
     }
   }
@@ -50,10 +58,14 @@ ZC_TARGET_CLONES void fold_bf16(const void* const* in, std::size_t num_in, float
 
 void fold(const void* const* in, std::size_t num_in, DType dtype, float* acc, std::int64_t numel) {
   switch (dtype) {
-    case DType::kF32: return fold_f32(in, num_in, acc, numel);
-    case DType::kF16: return fold_f16(in, num_in, acc, numel);
-    case DType::kBF16: return fold_bf16(in, num_in, acc, numel);
-    default: break;
+    case DType::kF32:
+      return fold_f32(in, num_in, acc, numel);
+    case DType::kF16:
+      return fold_f16(in, num_in, acc, numel);
+    case DType::kBF16:
+      return fold_bf16(in, num_in, acc, numel);
+    default:
+      break;
   }
   fail(ErrorKind::kInternal, "[device] no such fold: got ", name(dtype), ", expected fp32, fp16 or bf16");
 }

@@ -58,20 +58,20 @@ ZC_ALWAYS_INLINE void momentum_loop(const math::SgdScalars& scalars, float facto
 }
 
 // One instance for each model dtype. (target_clones does not reach templates, hence a macro.)
-#define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                             \
-  ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at,     \
-                                      std::int64_t numel) {                                                           \
-    adam_loop<Model>(scalars, factor, at.grad, at.param, at.state1, at.state2,                                        \
-                     static_cast<ModelPointer<Model>>(at.model), numel);                                              \
-  }                                                                                                                   \
-  ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,       \
-                                     std::int64_t numel) {                                                            \
-    sgd_loop<Model>(scalars, factor, at.grad, at.param, static_cast<ModelPointer<Model>>(at.model), numel);           \
-  }                                                                                                                   \
-  ZC_TARGET_CLONES void momentum_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,  \
-                                          std::int64_t numel) {                                                       \
-    momentum_loop<Model>(scalars, factor, at.grad, at.param, at.state1, static_cast<ModelPointer<Model>>(at.model),   \
-                         numel);                                                                                      \
+#define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                            \
+  ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at,    \
+                                      std::int64_t numel) {                                                          \
+    adam_loop<Model>(scalars, factor, at.grad, at.param, at.state1, at.state2,                                       \
+                     static_cast<ModelPointer<Model>>(at.model), numel);                                             \
+  }                                                                                                                  \
+  ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,      \
+                                     std::int64_t numel) {                                                           \
+    sgd_loop<Model>(scalars, factor, at.grad, at.param, static_cast<ModelPointer<Model>>(at.model), numel);          \
+  }                                                                                                                  \
+  ZC_TARGET_CLONES void momentum_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, \
+                                          std::int64_t numel) {                                                      \
+    momentum_loop<Model>(scalars, factor, at.grad, at.param, at.state1, static_cast<ModelPointer<Model>>(at.model),  \
+                         numel);                                                                                     \
   }
 
 ZC_OPTIMIZER_LOOPS(in_place, void)
@@ -89,10 +89,14 @@ ZC_OPTIMIZER_LOOPS(bf16, BF16)
 void adam(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
   if (at.model == nullptr) return adam_in_place(scalars, factor, at, numel);
   switch (at.model_dtype) {
-    case DType::kF32: return adam_f32(scalars, factor, at, numel);
-    case DType::kF16: return adam_f16(scalars, factor, at, numel);
-    case DType::kBF16: return adam_bf16(scalars, factor, at, numel);
-    default: fail_model_dtype(at.model_dtype);
+    case DType::kF32:
+      return adam_f32(scalars, factor, at, numel);
+    case DType::kF16:
+      return adam_f16(scalars, factor, at, numel);
+    case DType::kBF16:
+      return adam_bf16(scalars, factor, at, numel);
+    default:
+      fail_model_dtype(at.model_dtype);
   }
 }
 
@@ -101,10 +105,14 @@ void sgd(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& 
   const bool momentum = at.state1 != nullptr && scalars.momentum != 0;
   if (at.model == nullptr) return (momentum ? momentum_in_place : sgd_in_place)(scalars, factor, at, numel);
   switch (at.model_dtype) {
-    case DType::kF32: return (momentum ? momentum_f32 : sgd_f32)(scalars, factor, at, numel);
-    case DType::kF16: return (momentum ? momentum_f16 : sgd_f16)(scalars, factor, at, numel);
-    case DType::kBF16: return (momentum ? momentum_bf16 : sgd_bf16)(scalars, factor, at, numel);
-    default: fail_model_dtype(at.model_dtype);
+    case DType::kF32:
+      return (momentum ? momentum_f32 : sgd_f32)(scalars, factor, at, numel);
+    case DType::kF16:
+      return (momentum ? momentum_f16 : sgd_f16)(scalars, factor, at, numel);
+    case DType::kBF16:
+      return (momentum ? momentum_bf16 : sgd_bf16)(scalars, factor, at, numel);
+    default:
+      fail_model_dtype(at.model_dtype);
   }
 }
 

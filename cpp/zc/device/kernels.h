@@ -30,11 +30,11 @@ struct Piece {
 
 // The flat buffers an optimizer works on, all of the same length, addressed by Piece::offset.
 struct OptimizerBuffers {
-  float* grad = nullptr;   // the fp32 accumulator; read, then set to +0
-  float* param = nullptr;  // fp32 parameter or fp32 master
-  float* state1 = nullptr; // Adam: exp_avg; SGD: momentum buffer, or null without momentum
-  float* state2 = nullptr; // Adam: exp_avg_sq
-  void* model = nullptr;   // where the updated parameter goes, rounded to model_dtype; null: param is the model's
+  float* grad = nullptr;    // the fp32 accumulator; read, then set to +0
+  float* param = nullptr;   // fp32 parameter or fp32 master
+  float* state1 = nullptr;  // Adam: exp_avg; SGD: momentum buffer (slots without momentum leave it), or null
+  float* state2 = nullptr;  // Adam: exp_avg_sq
+  void* model = nullptr;    // where the updated parameter goes, rounded to model_dtype; null: param is the model's
   DType model_dtype = DType::kF32;
 };
 
@@ -55,8 +55,8 @@ class Kernels {
   // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
   // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves
   // (l + l+8, + 4, + 2, + 1). nonfinite[slot] is set to 1 when a square is inf or NaN, and that block is left out.
-  virtual void square_sum(const float* in, std::span<const Piece> pieces, math::ExactSum* sum,
-                          std::uint8_t* nonfinite, Stream stream) = 0;
+  virtual void square_sum(const float* in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
+                          Stream stream) = 0;
 
   // One pass: unscale and clip (step->factor), update, cast to the model dtype, zero the accumulator.
   // scalars: one a slot. With step->skip only the accumulator is zeroed.

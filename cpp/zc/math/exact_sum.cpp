@@ -33,8 +33,8 @@ void propagate(Limbs& limbs) {
 void ExactSum::add(double value) {
   const auto bits = std::bit_cast<std::uint64_t>(value);
   const auto exponent = static_cast<int>((bits >> (kMantissaBits - 1)) & kExponentMask);
-  ZC_CHECK(exponent != static_cast<int>(kExponentMask), kInternal, "[math] exact sum of a value that is not finite: got ",
-           value, ", expected the caller to leave it out");
+  ZC_CHECK(exponent != static_cast<int>(kExponentMask), kInternal,
+           "[math] exact sum of a value that is not finite: got ", value, ", expected the caller to leave it out");
   const bool subnormal = exponent == 0;
   const std::uint64_t mantissa = (bits & (kLeadingBit - 1)) | (subnormal ? 0 : kLeadingBit);
   const int shift = subnormal ? 0 : exponent - 1;  // value = mantissa * 2^(shift - 1074)

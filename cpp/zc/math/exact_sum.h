@@ -11,14 +11,15 @@ namespace zc::math {
 
 class ExactSum {
  public:
-  // Limbs hold 32 bits of payload each, so that carries can wait: 2^31 terms or ranks fit before normalize().
+  // Limbs hold 32 bits of payload each, so that carries can wait: 2^31 terms or ranks fit before normalize(). The
+  // largest double takes 66 limbs; the others leave room for 2^100 such terms and the sign.
   static constexpr int kNumLimbs = 70;
 
-  // value must be finite.
+  // value must be finite, else kInternal. Normalizes by itself when 2^31 terms have come in.
   void add(double value);
   void add(const ExactSum& other);
 
-  // Propagates carries. Do it before limbs travel to other ranks.
+  // Propagates carries. Do it before limbs travel to other ranks, and after writing limbs that came from them.
   void normalize();
 
   // The sum rounded once, to nearest even.

@@ -1,9 +1,9 @@
 // The loss-scale rule of fp16 training: a pure state machine, for host and device alike.
 //
 // The rule is that of DeepSpeed (runtime/fp16/loss_scaler.py), step for step, so that runs move over with the same
-// sequence of scales. With `hysteresis` h > 1 the first h - 1 overflows cost a skipped step each but leave the scale; from
-// then on each overflow halves it. A step without overflow that follows `window` such steps in a row doubles the scale
-// and refills h; so does every `window`-th one after it.
+// sequence of scales. With `hysteresis` h > 1 the first h - 1 overflows cost a skipped step each but leave the scale;
+// from then on each overflow halves it. A step without overflow that follows `window` such steps in a row doubles the
+// scale and refills h; so does every `window`-th one after it.
 #pragma once
 
 #include <cstdint>

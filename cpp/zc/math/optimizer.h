@@ -87,8 +87,7 @@ ZC_HOST_DEVICE inline void sgd_element(const SgdScalars& s, float grad, float& p
 }
 
 // SGD with (Nesterov) momentum on one element, torch.optim.SGD's formulation.
-ZC_HOST_DEVICE inline void sgd_momentum_element(const SgdScalars& s, float grad, float& param,
-                                                float& momentum_buffer) {
+ZC_HOST_DEVICE inline void sgd_momentum_element(const SgdScalars& s, float grad, float& param, float& momentum_buffer) {
   grad = grad + s.weight_decay * param;
   momentum_buffer = s.first ? grad : s.momentum * momentum_buffer + s.one_minus_dampening * grad;
   const float direction = s.nesterov ? grad + s.momentum * momentum_buffer : momentum_buffer;

@@ -16,12 +16,10 @@ struct StepScalars {
   std::uint32_t skip = 0;  // 1: a gradient is not finite, nothing may be updated
 };
 
-// square_sum: sum of squares of the summed gradients, as they stand in the accumulators, without the blocks that are not
-// finite; finite: there is no such block on any rank.
-// divisor: loss scale times number of micro-batches, exact in double.
-// max_norm: 0 switches clipping off. The clip rule is torch.nn.utils.clip_grad_norm_'s.
-ZC_HOST_DEVICE inline StepScalars step_scalars(double square_sum, bool finite, double divisor,
-                                               double max_norm) {
+// square_sum: sum of squares of the summed gradients, as they stand in the accumulators, without the blocks that are
+// not finite; finite: there is no such block on any rank. divisor: loss scale times number of micro-batches, exact in
+// double. max_norm: 0 switches clipping off. The clip rule is torch.nn.utils.clip_grad_norm_'s.
+ZC_HOST_DEVICE inline StepScalars step_scalars(double square_sum, bool finite, double divisor, double max_norm) {
   StepScalars out;
   if (!finite) {
     out.grad_norm = HUGE_VAL;

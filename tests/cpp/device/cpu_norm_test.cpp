@@ -60,7 +60,7 @@ TEST(CpuSquareSum, FlagsTheSlotAndLeavesTheBlockOut) {
     in[1500] = bad;
     std::vector<std::uint8_t> nonfinite{0, 0, 1};
     const math::ExactSum sum = square_sum(in.data(), {{0, 1024, 0}, {1024, 3072, 1}}, nonfinite);
-    EXPECT_EQ(sum.to_double(), 3072);  // without the block [1024, 2048)
+    EXPECT_EQ(sum.to_double(), 3072);                            // without the block [1024, 2048)
     EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1, 1}));  // flags are never cleared
   }
 }

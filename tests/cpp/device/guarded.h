@@ -51,8 +51,8 @@ class Guarded {
 
 // Sizes around every vector width, loop chunk and block boundary.
 inline const std::vector<std::size_t>& sizes() {
-  static const std::vector<std::size_t> kSizes{0,  1,  2,  7,   8,   9,    15,   16,   17,   31,   32,   33,
-                                               63, 64, 65, 127, 128, 1000, 1023, 1024, 1025, 4095, 4096, 4097, 10007};
+  static const std::vector<std::size_t> kSizes{0,  1,  2,   7,   8,    9,    15,   16,   17,   31,   32,   33,   63,
+                                               64, 65, 127, 128, 1000, 1023, 1024, 1025, 4095, 4096, 4097, 10007};
   return kSizes;
 }
 

@@ -53,14 +53,14 @@ TEST(ExactSum, OneTermComesBackUnchanged) {
 }
 
 TEST(ExactSum, RoundsToNearestEven) {
-  EXPECT_EQ(total({1.0, 0x1p-53}), 1.0);                               // a tie, 1 is even
-  EXPECT_EQ(total({1.0 + 0x1p-52, 0x1p-53}), 1.0 + 0x1p-51);           // a tie, up to even
-  EXPECT_EQ(total({1.0, 0x1p-53, kLeastSubnormal}), 1.0 + 0x1p-52);    // a hair above the tie
+  EXPECT_EQ(total({1.0, 0x1p-53}), 1.0);                             // a tie, 1 is even
+  EXPECT_EQ(total({1.0 + 0x1p-52, 0x1p-53}), 1.0 + 0x1p-51);         // a tie, up to even
+  EXPECT_EQ(total({1.0, 0x1p-53, kLeastSubnormal}), 1.0 + 0x1p-52);  // a hair above the tie
   EXPECT_EQ(total({1.0 + 0x1p-52, 0x1p-53, -kLeastSubnormal}), 1.0 + 0x1p-52);
   EXPECT_EQ(total({-1.0, -0x1p-53}), -1.0);
   EXPECT_EQ(total({-1.0, -0x1p-53, -kLeastSubnormal}), -1.0 - 0x1p-52);
-  EXPECT_EQ(total({2.0 - 0x1p-52, 0x1p-53}), 2.0);                     // the carry moves the exponent
-  EXPECT_EQ(total({1.0, -0x1p-54}), 1.0);                              // a tie below a power of two
+  EXPECT_EQ(total({2.0 - 0x1p-52, 0x1p-53}), 2.0);  // the carry moves the exponent
+  EXPECT_EQ(total({1.0, -0x1p-54}), 1.0);           // a tie below a power of two
   EXPECT_EQ(total({1.0, -0x1p-54, -kLeastSubnormal}), 1.0 - 0x1p-53);
 }
 

@@ -52,7 +52,8 @@ using Scales = std::vector<double>;
 
 TEST(LossScale, InitialStateFollowsTheRule) {
   const LossScaleRule rule{.initial_scale = 256, .hysteresis = 3};
-  EXPECT_EQ(initial_loss_scale(rule), (LossScaleState{.scale = 256, .iteration = 0, .last_overflow = -1, .hysteresis = 3}));
+  EXPECT_EQ(initial_loss_scale(rule),
+            (LossScaleState{.scale = 256, .iteration = 0, .last_overflow = -1, .hysteresis = 3}));
 }
 
 TEST(LossScale, HalvesOnOverflowAndDoublesAfterTheWindow) {

@@ -20,9 +20,7 @@ double by_definition(const std::vector<float>& in) {
   return sums[0];
 }
 
-double block(const std::vector<float>& in) {
-  return square_sum_block(in.data(), static_cast<std::int64_t>(in.size()));
-}
+double block(const std::vector<float>& in) { return square_sum_block(in.data(), static_cast<std::int64_t>(in.size())); }
 
 TEST(Norm, ClosedForm) {
   EXPECT_EQ(block({}), 0);
