@@ -94,6 +94,7 @@ void bind_engine(py::module_& m) {
              return py::make_tuple(PyMemory{at.memory, at.memory_bytes}, at.offset_bytes);
            })
       .def("load_param", &StepEngine::load_param, NoGil())
+      .def("reload_master", &StepEngine::reload_master)
       .def("begin_micro_step", [](StepEngine& self, bool has) { self.reducer().begin_micro_step(has); })
       .def("ready",
            [](StepEngine& self, int param, std::uintptr_t address, std::int64_t numel, zc::DType dtype) {
@@ -113,9 +114,5 @@ void bind_engine(py::module_& m) {
              return self.step(groups, divisor, max_norm);
            },
            NoGil())
-      .def("zero_grad", &StepEngine::zero_grad, NoGil())
-      .def("memory_report", &StepEngine::memory_report)
-      .def("param_steps", [](const StepEngine& self) {
-        return std::vector<std::int64_t>(self.param_steps().begin(), self.param_steps().end());
-      });
+      .def("memory_report", &StepEngine::memory_report);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from zerocore import _core, _tensor
 from zerocore._optimizer import Optimizer
 from zerocore.config import ResolvedConfig
-from zerocore.errors import ConfigError, DeviceError, Error, UnsupportedError
+from zerocore.errors import ConfigError, DeviceError, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
@@ -21,16 +21,28 @@ _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
 class TrainableParams:
-    """Moves the optimizer's parameters into the core's buckets (in place: `p.data` becomes a view) and feeds it their gradients.
+    """Moves the optimizer's parameters into the core's buckets, and feeds it their gradients.
 
-    Parameters are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
+    The move is in place: `p.data` becomes a view. Parameters are numbered in the model's registration order. Collective
+    over `comm`: rank 0's values count.
+
+    Args:
+        on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
 
     Raises:
         ConfigError: a parameter of the optimizer is not the model's, or stands in two groups.
         DeviceError, UnsupportedError: a device, dtype or layout without code here.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: ResolvedConfig, comm: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        config: ResolvedConfig,
+        comm: _core.Communicator,
+        *,
+        on_first_gradient: Callable[[], None],
+    ) -> None:
         self._optimizer = optimizer
         self._dtype = DTYPES[config.precision.dtype]
         group_of = _groups(optimizer)
@@ -38,9 +50,7 @@ class TrainableParams:
         _check(model, named, group_of, config)
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
-        specs = [
-            _core.ParamSpec(name, p.numel(), _tensor.DTYPES[self._dtype], group_of[id(p)]) for name, p in named
-        ]
+        specs = [_core.ParamSpec(name, p.numel(), _tensor.DTYPES[self._dtype], group_of[id(p)]) for name, p in named]
         self._core = _core.StepEngine(
             comm=comm,
             params=specs,
@@ -53,10 +63,15 @@ class TrainableParams:
         for index, param in enumerate(self.params):
             self._in_bucket[self._core.bucket_of(index)].append(param)
             self._move(index, param)
+        self._versions = [p._version for p in self.params]  # the core's own writes do not count
         self.in_micro_step = False
         self._scaled = config.precision.dtype == "fp16"
         self._in_backward = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params)]
+        self._on_first_gradient = on_first_gradient
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.params)
+        ]
 
     def _move(self, index: int, param: torch.nn.Parameter) -> None:
         memory, offset_bytes = self._core.param_memory(index)
@@ -71,11 +86,12 @@ class TrainableParams:
         def on_gradient(param: torch.Tensor) -> None:
             if self._scaled and not self._in_backward:
                 raise ConfigError(
-                    f"[engine] a gradient of {self.names[index]} arrived outside engine.backward(): under fp16 the loss must be scaled. Call "
+                    f"[engine] a gradient of {self.names[index]} arrived outside engine.backward(): under fp16 the "
+                    f"loss must be scaled. Call "
                     "engine.backward(loss) instead of loss.backward()."
                 )
             if not self.in_micro_step:
-                self.on_first_gradient()
+                self._on_first_gradient()
             grad = param.grad
             assert grad is not None
             matched = _tensor.matching(grad, param)
@@ -87,10 +103,6 @@ class TrainableParams:
                     taken.grad = None
 
         return on_gradient
-
-    def on_first_gradient(self) -> None:
-        """Called by a gradient that arrives before begin_micro_step(); the engine replaces it."""
-        raise Error("[engine] a gradient arrived outside a micro-step.")
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -112,15 +124,24 @@ class TrainableParams:
             param.grad = None
         if late:
             logger.warning(
-                "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one extra round carried them. "
+                "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one "
+                "extra round carried them. "
                 "The result is right, its bits depend on the number of ranks.",
                 len(late),
                 self.names[late[0]],
             )
 
     def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
+        self._reload_masters()
         result = self._core.step(self._optimizer.hypers(), divisor, max_norm)
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
+
+    def _reload_masters(self) -> None:
+        """Somebody may have written to the model's parameters, load_state_dict() for one: their masters follow."""
+        for index, param in enumerate(self.params):
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
+                self._core.reload_master(index)
 
     def memory_report(self) -> dict[str, int]:
         return dict(self._core.memory_report())
@@ -132,18 +153,30 @@ class TrainableParams:
 
 
 class StepOutcome:
-    """What one optimizer step did: `skipped`, `grad_norm` before clipping, `clip` factor, names of `nonfinite` parameters."""
+    """What an optimizer step did; `grad_norm` is before clipping by `clip`, `nonfinite` names parameters."""
 
-    def __init__(self, result: Any, nonfinite: list[str]) -> None:
+    def __init__(self, result: _core.StepResult, nonfinite: list[str]) -> None:
         self.skipped: bool = result.skipped
         self.grad_norm: float = result.grad_norm
         self.clip: float = result.clip
         self.nonfinite = nonfinite
 
 
-def share_other_state(model: torch.nn.Module, trained: TrainableParams, comm: Any, dtype: torch.dtype) -> None:
-    """Casts what is not trained (frozen parameters, buffers) to the model's dtype and gives every rank rank 0's values."""
+def share_other_state(
+    model: torch.nn.Module, trained: TrainableParams, comm: _core.Communicator, dtype: torch.dtype
+) -> None:
+    """Gives every rank rank 0's values of what is not trained: frozen parameters and buffers.
+
+    Under bf16 and fp16 they are cast, as the trained ones are; under fp32 they keep their dtypes.
+    """
     ours = {id(p) for p in trained.params}
+    if dtype != torch.float32:
+        _cast_other_state(model, ours, dtype)
+    broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
+    broadcast(list(model.buffers()), comm, "buffers")
+
+
+def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype) -> None:
     with torch.no_grad():
         for param in model.parameters():
             if id(param) not in ours and param.is_floating_point():
@@ -152,11 +185,9 @@ def share_other_state(model: torch.nn.Module, trained: TrainableParams, comm: An
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.dtype != dtype:
                     module._buffers[name] = buffer.to(dtype)
-    broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
-    broadcast(list(model.buffers()), comm, "buffers")
 
 
-def broadcast(tensors: list[torch.Tensor], comm: Any, label: str) -> None:
+def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str) -> None:
     """Replaces the values of `tensors` by rank 0's. Collective."""
     if comm.size == 1:
         return
@@ -178,28 +209,39 @@ def _groups(optimizer: Optimizer) -> dict[int, int]:
     return group_of
 
 
-def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: Config) -> None:
+def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: ResolvedConfig) -> None:
     if len(named) != len(group_of):
         raise ConfigError(
-            f"[engine] the optimizer holds {len(group_of)} trainable parameters, {len(named)} of them the model's: expected all. Build the "
+            f"[engine] the optimizer holds {len(group_of)} trainable parameters, {len(named)} of them the model's: "
+            f"expected all. Build the "
             "optimizer over the parameters of the model that the engine gets."
         )
     if not named:
-        raise ConfigError("[engine] no trainable parameter: the optimizer's parameters are all frozen. Set requires_grad=True.")
+        raise ConfigError(
+            "[engine] no trainable parameter: the optimizer's parameters are all frozen. Set requires_grad=True."
+        )
     for name, param in model.named_parameters():
         if param.device.type != "cpu":
-            raise DeviceError(f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model to the CPU.")
+            raise DeviceError(
+                f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model "
+                f"to the CPU."
+            )
     for name, param in named:
         if param.dtype not in _tensor.DTYPES:
-            raise UnsupportedError(f"[engine] parameter {name} is {param.dtype}: expected fp32, fp16 or bf16. Convert the model, e.g. model.float().")
+            raise UnsupportedError(
+                f"[engine] parameter {name} is {param.dtype}: expected fp32, fp16 or bf16. Convert the model, e.g. "
+                f"model.float()."
+            )
         if config.precision.dtype == "fp32" and param.dtype != torch.float32:
             raise ConfigError(
-                f"[engine] parameter {name} is {param.dtype} but the config trains in fp32. Enable bf16 or fp16 in the config, or call model.float()."
+                f"[engine] parameter {name} is {param.dtype} but the config trains in fp32. Enable bf16 or fp16 in "
+                f"the config, or call model.float()."
             )
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in group_of]
     if left_out:
         logger.warning(
-            "[engine] %d parameters require a gradient but stand in no optimizer group (first %s): they are not trained.",
+            "[engine] %d parameters require a gradient but stand in no optimizer group (first %s): they are not "
+            "trained.",
             len(left_out),
             left_out[0],
         )

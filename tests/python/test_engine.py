@@ -7,15 +7,19 @@ import math
 
 import pytest
 import torch
-
 import zerocore
-from zerocore.errors import ConfigError, NonFiniteError, UnsupportedError
+from zerocore.errors import ConfigError, Error, NonFiniteError, UnsupportedError
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 
 
 def config(**changes):
-    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": SGD,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+    }
     return base | changes
 
 
@@ -185,7 +189,9 @@ def test_groups_keep_their_settings_and_schedules_change_them():
 def test_a_torch_scheduler_on_the_handed_in_optimizer_is_seen():
     model = one_weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = zerocore.Engine(model, config(), optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    engine = zerocore.Engine(
+        model, config(), optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    )
     train(engine, 2)
     assert engine.get_lr() == [0.25]
     train(engine, 2)
@@ -194,12 +200,26 @@ def test_a_torch_scheduler_on_the_handed_in_optimizer_is_seen():
 
 def test_bf16_keeps_fp32_masters():
     model = one_weight(1.0)
-    engine = zerocore.Engine(model, config(bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 2.0**-10}}))
+    engine = zerocore.Engine(
+        model, config(bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 2.0**-10}})
+    )
     for _ in range(4):
         engine.backward(engine(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
         engine.step()
     assert model.weight.dtype == torch.bfloat16
     assert model.weight.item() == 1 - 2.0**-8  # four updates, each too small for a bf16 weight of 1
+
+
+def test_values_written_to_the_model_reach_the_masters():
+    for precision in ({}, {"bf16": {"enabled": True}}):
+        model = torch.nn.ModuleDict({"a": one_weight(), "b": one_weight()})
+        model.forward = lambda x, model=model: model["a"](x) + model["b"](x)
+        engine = zerocore.Engine(model, config(**precision))
+        model.load_state_dict({"a.weight": torch.full((1, 1), 3.0), "b.weight": torch.full((1, 1), 5.0)})
+        torch.nn.init.constant_(model["b"].weight, 2.0)
+        engine.backward(engine(torch.ones(1, 1, dtype=model["a"].weight.dtype)).sum())
+        engine.step()
+        assert (model["a"].weight.item(), model["b"].weight.item()) == (2.5, 1.5)
 
 
 def test_memory_report_counts_states():
@@ -257,7 +277,9 @@ def test_loss_scale_does_not_show_in_the_update():
 
 
 def test_an_overflow_skips_the_step_halves_the_scale_and_holds_the_scheduler(caplog):
-    engine = zerocore.Engine(one_weight(), fp16() | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}})
+    engine = zerocore.Engine(
+        one_weight(), fp16() | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    )
     lr = engine.get_lr()
     with caplog.at_level(logging.WARNING):
         half_step(engine, math.inf)
@@ -272,14 +294,19 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_holds_the_scheduler(cap
 
 def test_an_exhausted_loss_scale_names_the_parameters():
     engine = zerocore.Engine(one_weight(), fp16(initial_scale_power=0))
-    with pytest.raises(NonFiniteError, match=r"inf or NaN in 1 parameters, first weight; loss on rank 0 was (inf|nan).*minimum 1"):
+    with pytest.raises(
+        NonFiniteError, match=r"inf or NaN in 1 parameters, first weight; loss on rank 0 was (inf|nan).*minimum 1"
+    ):
         half_step(engine, math.inf)
 
 
 def test_a_nan_loss_in_fp32_is_an_error_that_changes_nothing():
     engine = zerocore.Engine(one_weight(), config())
     train(engine, 2)
-    with pytest.raises(NonFiniteError, match=r"\[engine\] step 1: gradients are not finite, nothing was updated.*first weight; loss on rank 0 was nan"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"\[engine\] step 1: gradients are not finite, nothing was updated.*first weight; loss on rank 0 was nan",
+    ):
         train(engine, math.nan)
     assert engine.module.weight.item() == 7
     train(engine, 2)
@@ -292,7 +319,10 @@ def test_a_nan_loss_in_fp32_is_an_error_that_changes_nothing():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda engine: engine(torch.ones(2, 1)), r"\[engine\] backward: got a loss of shape \(2, 1\), expected a scalar"),
+        (
+            lambda engine: engine(torch.ones(2, 1)),
+            r"\[engine\] backward: got a loss of shape \(2, 1\), expected a scalar",
+        ),
         (lambda engine: 3.0, r"\[engine\] backward: got a loss of shape float, expected a scalar"),
         (lambda engine: engine(torch.ones(1, 1)).sum().detach(), r"\[engine\] backward: the loss has no graph"),
     ],
@@ -305,7 +335,9 @@ def test_a_wrong_loss(loss, message):
 
 def test_step_before_backward():
     engine = zerocore.Engine(one_weight(), config())
-    with pytest.raises(ConfigError, match=r"\[engine\] step: no gradients, expected a backward\(\) since the last step"):
+    with pytest.raises(
+        ConfigError, match=r"\[engine\] step: no gradients, expected a backward\(\) since the last step"
+    ):
         engine.step()
     train(engine, 1)
     with pytest.raises(ConfigError, match="no gradients"):
@@ -315,7 +347,9 @@ def test_step_before_backward():
 def test_no_trainable_parameter():
     model = one_weight()
     model.weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"\[engine\] the model has no trainable parameter: got 1 parameters, all frozen"):
+    with pytest.raises(
+        ConfigError, match=r"\[engine\] the model has no trainable parameter: got 1 parameters, all frozen"
+    ):
         zerocore.Engine(model, config())
 
 
@@ -330,14 +364,16 @@ def test_a_model_that_is_none_or_in_another_precision():
 
 def test_foreign_optimizers():
     model = one_weight()
-    with pytest.raises(UnsupportedError, match=r"\[optimizer\] got torch.optim.rprop.Rprop, expected torch.optim.AdamW, Adam or SGD"):
+    with pytest.raises(
+        UnsupportedError, match=r"\[optimizer\] got torch.optim.rprop.Rprop, expected torch.optim.AdamW, Adam or SGD"
+    ):
         zerocore.Engine(model, config(), optimizer=torch.optim.Rprop(model.parameters()))
     with pytest.raises(UnsupportedError, match="amsgrad=True"):
         zerocore.Engine(model, config(), optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
     with pytest.raises(ConfigError, match="the optimizer holds 1 trainable parameters, 0 of them the model's"):
         zerocore.Engine(model, config(), optimizer=torch.optim.SGD(one_weight().parameters(), lr=1.0))
     engine = zerocore.Engine(model, config())
-    with pytest.raises(UnsupportedError, match="Call engine.step"):
+    with pytest.raises(UnsupportedError, match=r"Call engine\.step\(\)"):
         engine.optimizer.step()
 
 
@@ -350,13 +386,42 @@ def test_sparse_gradients_are_refused_by_name():
 
 def test_initialize_has_deepspeeds_shape():
     model = one_weight()
-    engine, optimizer, loader, scheduler = zerocore.initialize(model=model, config=config(), training_data=[torch.ones(1)] * 4)
-    assert engine.module is model and engine.optimizer is optimizer and loader is engine.training_dataloader and scheduler is None
+    engine, optimizer, loader, scheduler = zerocore.initialize(
+        model=model, config=config(), training_data=[torch.ones(1)] * 4
+    )
+    assert (
+        engine.module is model
+        and engine.optimizer is optimizer
+        and loader is engine.training_dataloader
+        and scheduler is None
+    )
     assert len(loader) == 4
     with pytest.raises(ConfigError, match=r"\[initialize\] no config"):
         zerocore.initialize(model=model)
     with pytest.raises(UnsupportedError, match=r"\[initialize\] mpu"):
         zerocore.initialize(model=model, config=config(), mpu=object())
+
+
+def test_after_a_failed_backward_nothing_is_stepped_by_mistake():
+    engine = zerocore.Engine(one_weight(), config())
+    out = engine(torch.ones(1, 1))
+    out.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(out.sum())
+    with pytest.raises(
+        Error, match=r"\[engine\] an earlier backward\(\) failed \(ZeroDivisionError: division by zero\)"
+    ):
+        engine.step()
+    with pytest.raises(Error, match="Build a new engine"):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+
+
+def test_frozen_parameters_keep_their_dtype_under_fp32_and_are_cast_under_bf16():
+    for settings, expected in (({}, torch.float64), ({"bf16": {"enabled": True}}, torch.bfloat16)):
+        model = torch.nn.ModuleDict({"frozen": one_weight().double(), "trained": one_weight()})
+        model["frozen"].weight.requires_grad_(False)
+        zerocore.Engine(model, config(**settings))
+        assert model["frozen"].weight.dtype == expected
 
 
 def test_close_gives_the_model_back():

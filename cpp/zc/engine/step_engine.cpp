@@ -79,11 +79,25 @@ void StepEngine::load_param(int param, BufferView values) {
            " elements, expected ", numel, " of fp32");
   comm_->broadcast(values, 0, "load parameter " + params_[static_cast<std::size_t>(param)].name).wait();
   device_.kernels().cast(values, bucket.params.slice(at.offset, numel), {});
+  set_master(param, values);
+}
+
+void StepEngine::reload_master(int param) {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  set_master(param, buckets_[static_cast<std::size_t>(at.bucket)].params.slice(
+                        at.offset, params_[static_cast<std::size_t>(param)].numel));
+}
+
+// Sets what this rank owns of a master from all of a parameter's values.
+void StepEngine::set_master(int param, BufferView values) {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   if (bucket.params.dtype == DType::kF32) return;
   const std::int64_t first = std::max(at.offset, bucket.owned_offset);
-  const std::int64_t last = std::min(at.offset + numel, bucket.owned_offset + bucket.master.numel);
+  const std::int64_t last = std::min(at.offset + values.numel, bucket.owned_offset + bucket.master.numel);
   if (first >= last) return;
-  device_.copy(values.slice(first - at.offset, last - first), bucket.master.slice(first - bucket.owned_offset, last - first), {});
+  device_.kernels().cast(values.slice(first - at.offset, last - first),
+                         bucket.master.slice(first - bucket.owned_offset, last - first), {});
 }
 
 StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm) {

@@ -53,6 +53,9 @@ class StepEngine {
   // its dtype, the master keeps all bits. Collective.
   void load_param(int param, BufferView values);
 
+  // Takes the owned part of a parameter's master from the model's copy, after somebody wrote to that. Local.
+  void reload_master(int param);
+
   zero::GradReducer& reducer() { return *reducer_; }
 
   // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a parameter group.
@@ -71,6 +74,7 @@ class StepEngine {
  private:
   void allocate_bucket(int index);
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
+  void set_master(int param, BufferView values);
   bool gathers_params() const { return policy_.shard_optimizer && comm_->size() > 1; }
   math::StepScalars measure(double divisor, double max_norm);
   std::vector<int> nonfinite_params();

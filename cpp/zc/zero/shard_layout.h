@@ -13,10 +13,11 @@
 
 #include "zc/base/dtype.h"
 #include "zc/device/kernels.h"
+#include "zc/math/norm.h"
 
 namespace zc::zero {
 
-inline constexpr std::int64_t kBlockNumel = 1024;
+using math::kBlockNumel;  // 1024
 inline constexpr std::int64_t kSmallAlignment = 64;
 
 struct ParamSpec {
