@@ -17,9 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-if sys.version_info < (3, 10):
-    sys.exit(f"[set-up] Python is too old: got {sys.version.split()[0]}, expected 3.10 or newer. "
-             "Name another one: make PYTHON=python3.12 ...")
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit(
+        f"[set-up] Python is too old: got {sys.version.split()[0]}, expected 3.10 or newer. "
+        "Name another one: make PYTHON=python3.12 ..."
+    )
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ROOT / ".venv"
@@ -84,15 +86,19 @@ def own_python() -> Path:
     python = OWN / "bin" / "python"
     if not (python.exists() and ask(python, "import pip") is not None):
         if ask(Path(sys.executable), "import ensurepip, venv") is None:
-            stop(f"{sys.executable} cannot make virtual environments: its modules venv or ensurepip are missing. "
-                 f"Install them (Debian, Ubuntu: apt-get install python3.{sys.version_info.minor}-venv), or activate "
-                 "an environment that has torch >= 2.6, and run make again.")
+            stop(
+                f"{sys.executable} cannot make virtual environments: its modules venv or ensurepip are missing. "
+                f"Install them (Debian, Ubuntu: apt-get install python3.{sys.version_info.minor}-venv), or activate "
+                "an environment that has torch >= 2.6, and run make again."
+            )
         say(f"making {OWN} with Python {sys.version.split()[0]}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", OWN], check=True)
     if "torch" not in installed(python, ["torch"]):
-        say(f"installing torch {TORCH} into .venv. Depending on the package index that pip uses, this downloads the CPU "
-            "build (about 200 MB) or the CUDA build with its libraries (3 GB or more; the default on Linux x86-64). "
-            "To use a torch of your own, stop here, activate its environment and run make again.")
+        say(
+            f"installing torch {TORCH} into .venv. This downloads the CPU build (about 200 MB) or the CUDA build with "
+            "its libraries (3 GB or more; the default for Linux x86-64), depending on the package index that pip uses. "
+            "To use a torch of your own, stop here, activate its environment and run make again."
+        )
         subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={TORCH}"], check=True)
     site = Path(ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))") or "")
     (site / "zerocore-in-place.pth").write_text(f"{ROOT / 'python'}\n")  # one's own scripts can import zerocore
@@ -133,8 +139,10 @@ def add_missing(python: Path, wanted: list[str]) -> None:
     for want in wanted:
         minimum = re.search(r">=([\d.]+)", want)
         if minimum and name_of(want) in found and version_tuple(found[name_of(want)]) < version_tuple(minimum[1]):
-            stop(f"{python.parent.parent} has {name_of(want)} {found[name_of(want)]}: expected {want}. "
-                 f"Run: {python} -m pip install -U '{want}'")
+            stop(
+                f"{python.parent.parent} has {name_of(want)} {found[name_of(want)]}: expected {want}. "
+                f"Run: {python} -m pip install -U '{want}'"
+            )
     if not missing:
         return
     say(f"adding to {python.parent.parent}: {' '.join(missing)}")
@@ -152,8 +160,14 @@ def run_two_ranks(python: Path, mpirun: str, path: str) -> str:
     """The output of a job of two ranks; it holds "ranks 2" when it worked."""
     code = "from mpi4py import MPI; print('ranks', MPI.COMM_WORLD.size, MPI.Get_library_version())"
     try:
-        done = subprocess.run([mpirun, "-n", "2", python, "-c", code], capture_output=True, text=True, timeout=120,
-                              stdin=subprocess.DEVNULL, env=os.environ | OPEN_MPI_ENV | {"PATH": path})
+        done = subprocess.run(
+            [mpirun, "-n", "2", python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | OPEN_MPI_ENV | {"PATH": path},
+        )
     except subprocess.TimeoutExpired:
         return "no answer within 120 s"
     return done.stdout + done.stderr
@@ -175,10 +189,12 @@ def check_mpi(python: Path, path: str) -> str:
         if mpirun is None:
             stop(f"no mpirun on PATH and none in {python.parent}: install the package mpich there, or load an MPI")
         library = ask(python, "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])")
-        stop(f"{mpirun} did not start a job of two ranks; mpi4py in {python.parent.parent} is bound to "
-             f"{library or 'no library that loads'}. Both must be of one MPI: build mpi4py for that mpirun "
-             f"({python} -m pip install --no-binary=mpi4py mpi4py), or put the other mpirun first on PATH. "
-             f"Output:\n{output[-2000:]}")
+        stop(
+            f"{mpirun} did not start a job of two ranks; mpi4py in {python.parent.parent} is bound to "
+            f"{library or 'no library that loads'}. Both must be of one MPI: build mpi4py for that mpirun "
+            f"({python} -m pip install --no-binary=mpi4py mpi4py), or put the other mpirun first on PATH. "
+            f"Output:\n{output[-2000:]}"
+        )
     if "Open MPI" not in output:
         return stamp
     return stamp + "".join(f"export {name}={value}\n" for name, value in OPEN_MPI_ENV.items())
@@ -189,13 +205,12 @@ def main(extras: list[str]) -> None:
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     mpirun, mpicc = shutil.which("mpirun", path=path), shutil.which("mpicc", path=path)
     if mpirun and not mpicc and not python.is_relative_to(OWN):
-        stop(f"{mpirun} is there, but no mpicc: building needs the headers of that MPI. Install its development package "
-             f"(Debian: libopenmpi-dev or libmpich-dev), or take the wheel: {python} -m pip install mpich")
+        stop(
+            f"{mpirun} is there, but no mpicc: building needs the headers of that MPI. Install its development package "
+            f"(Debian: libopenmpi-dev or libmpich-dev), or take the wheel: {python} -m pip install mpich"
+        )
     add_missing(python, requirements(extras, have_mpi=bool(mpirun and mpicc)))
-    lines = (
-        f'export PATH="{python.parent}:$PATH"\n'
-        f'export PYTHONPATH="{ROOT / "python"}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
-    )
+    lines = f'export PATH="{python.parent}:$PATH"\nexport PYTHONPATH="{ROOT / "python"}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
     lines += check_mpi(python, path)
     ENV_FILE.parent.mkdir(exist_ok=True)
     if not ENV_FILE.exists() or ENV_FILE.read_text() != lines:
