@@ -9,12 +9,13 @@
 #include "zc/comm/communicator.h"
 #include "zc/comm/mpi_transport.h"
 #include "zc/comm/self_communicator.h"
+#include "zc/comm/watchdog.h"
 
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
+using std::chrono::milliseconds;
 using zc::comm::Communicator;
 using zc::comm::Work;
-using std::chrono::milliseconds;
 
 namespace {
 
@@ -58,8 +59,8 @@ std::vector<std::int64_t> all_reduce(Communicator& comm, std::vector<std::int64_
   return *memory;
 }
 
-// Python calls functions registered here after its own finalisation, the last one first: so before mpi4py's, which would
-// call MPI_Finalize and wait there for ranks that are gone.
+// Python calls functions registered here after its own finalisation, the last one first: so before mpi4py's, which
+// would call MPI_Finalize and wait there for ranks that are gone.
 void end_process_without_finalize() {
   static const bool registered = [] {
     return Py_AtExit([] {
@@ -103,8 +104,7 @@ void bind_comm(py::module_& m) {
           [](Communicator& self, std::int64_t value) { self.set_timeout(milliseconds(value)); },
           "How long a collective waits for a peer that does not arrive.")
       .def(
-          "allocate",
-          [](Communicator& self, std::int64_t bytes) { return PyMemory{self.allocate(bytes), bytes}; },
+          "allocate", [](Communicator& self, std::int64_t bytes) { return PyMemory{self.allocate(bytes), bytes}; },
           py::arg("bytes"), "Zeroed memory that peers may read.")
       .def("reduce_scatter_add", &Communicator::reduce_scatter_add, NoGil(), py::arg("bucket"), py::arg("shard"),
            py::arg("label"), "shard (fp32) += this rank's slice of every rank's bucket, in rank order. Returns a Work.")
@@ -144,6 +144,12 @@ void bind_comm(py::module_& m) {
       },
       NoGil(), py::kw_only(), py::arg("plugin"), py::arg("fortran_handle"), py::arg("timeout_ms"),
       "The communicator over an MPI communicator that is used for nothing else.");
+  py::class_<zc::comm::Watchdog>(m, "Watchdog", "Ends the process, saying why, unless released in time.")
+      .def(py::init([](std::int64_t timeout_ms, std::string message) {
+             return std::make_unique<zc::comm::Watchdog>(milliseconds(timeout_ms), std::move(message));
+           }),
+           py::kw_only(), py::arg("timeout_ms"), py::arg("message"))
+      .def("release", &zc::comm::Watchdog::release);
   m.def("end_process_without_finalize", &end_process_without_finalize,
         "When Python has ended, ends the process with exit code 1 and without MPI_Finalize.");
 }

@@ -9,13 +9,20 @@ namespace {
 
 const char* class_name(zc::ErrorKind kind) {
   switch (kind) {
-    case zc::ErrorKind::kConfig: return "ConfigError";
-    case zc::ErrorKind::kComm: return "CommError";
-    case zc::ErrorKind::kIo: return "IoError";
-    case zc::ErrorKind::kDevice: return "DeviceError";
-    case zc::ErrorKind::kUnsupported: return "UnsupportedError";
-    case zc::ErrorKind::kNonFinite: return "NonFiniteError";
-    case zc::ErrorKind::kInternal: return "InternalError";
+    case zc::ErrorKind::kConfig:
+      return "ConfigError";
+    case zc::ErrorKind::kComm:
+      return "CommError";
+    case zc::ErrorKind::kIo:
+      return "IoError";
+    case zc::ErrorKind::kDevice:
+      return "DeviceError";
+    case zc::ErrorKind::kUnsupported:
+      return "UnsupportedError";
+    case zc::ErrorKind::kNonFinite:
+      return "NonFiniteError";
+    case zc::ErrorKind::kInternal:
+      return "InternalError";
   }
   return "Error";
 }

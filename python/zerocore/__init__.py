@@ -1,9 +1,11 @@
-"""zerocore trains PyTorch models whose states are sharded over ranks (ZeRO), with the same bits on any number of them."""
+"""zerocore trains PyTorch models with their states sharded over ranks (ZeRO): the same bits on any number of them."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from zerocore import _departure
 
 if TYPE_CHECKING:
     from zerocore import errors, utils
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Loaded on first use, so that `import zerocore` costs next to nothing and touches no device.
+# Where each public name lives: loaded on first use, so that `import zerocore` is quick and touches no device.
 _HOMES = {
     "Config": "zerocore.config",
     "Engine": "zerocore._engine",
@@ -27,17 +29,36 @@ _HOMES = {
     "utils": "zerocore",
 }
 
-__all__ = ["Config", "Engine", "GradNorm", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "errors", "initialize", "utils"]
+__all__ = [
+    "Config",
+    "Engine",
+    "GradNorm",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "errors",
+    "initialize",
+    "utils",
+]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'zerocore' has no attribute {name!r}")
-    value = importlib.import_module(f"zerocore.{name}") if home == "zerocore" else getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'zerocore' has no attribute {name!r}")
+        value = (
+            importlib.import_module(f"zerocore.{name}")
+            if home == "zerocore"
+            else getattr(importlib.import_module(home), name)
+        )
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_departure.watch()

@@ -1,11 +1,14 @@
-"""Gradient accumulation: which calls end a micro-step, which `step()` is a boundary, and what the gradient is divided by.
+"""Gradient accumulation: what ends a micro-step, which `step()` is a boundary, what the gradient is divided by.
 
-Note: three kinds of loops. With gas accumulation steps > 1 the first `step()` decides for the run:
-  per_micro_step  `step()` after each micro-step (DeepSpeed's way). The gradient is the mean over the micro-batches of the step.
-  per_step        exactly gas forward-backward pairs before the first `step()`, the user dividing the loss: PyTorch's rule, the sum of
-                  the user's losses, averaged over ranks. Every `step()` is a boundary.
-  explicit        `set_gradient_accumulation_boundary()` was called (Accelerate's way): `step()` is a boundary when the flag says so. The
-                  gradient is the mean over the micro-batches there were.
+Note: three kinds of loops. With gas accumulation steps > 1 the first `step()` decides for the run.
+
+  per_micro_step  `step()` after each micro-step (DeepSpeed's way). The gradient is the mean over the step's
+                  micro-batches.
+  per_step        Exactly gas forward-backward pairs before the first `step()`, the user dividing the loss: PyTorch's
+                  rule, the sum of the user's losses, averaged over ranks. Every `step()` is a boundary.
+  explicit        `set_gradient_accumulation_boundary()` was called (Accelerate's way): `step()` is a boundary when the
+                  flag says so. The gradient is the mean over the micro-batches there were.
+
 `managed_gradient_accumulation=False` chooses per_step without guessing. Several backwards within one micro-step add up.
 """
 
@@ -75,17 +78,18 @@ class Accumulation:
         if self.micro_steps == self._gas:
             self.loop = Loop.PER_STEP
             logger.warning(
-                "[engine] %d forward-backward pairs came before the first step(): taken as PyTorch's accumulation, in which the loop divides "
-                "the loss and every step() updates. Set managed_gradient_accumulation=false to say so, or call step() after each "
-                "micro-batch.",
+                "[engine] %d forward-backward pairs came before the first step(): taken as PyTorch's accumulation, in "
+                "which the loop divides the loss and every step() updates. Set managed_gradient_accumulation=false to "
+                "say so, or call step() after each micro-batch.",
                 self._gas,
             )
             return
         self.loop = Loop.PER_MICRO_STEP
         if self.micro_steps > 1:
             logger.warning(
-                "[engine] %d forward-backward pairs came before the first step(), expected 1 or gradient_accumulation_steps=%d: taken as "
-                "one micro-batch with several losses. The bits of this first micro-step depend on the number of ranks.",
+                "[engine] %d forward-backward pairs came before the first step(), expected 1 or "
+                "gradient_accumulation_steps=%d: taken as one micro-batch with several losses. The bits of this first "
+                "micro-step depend on the number of ranks.",
                 self.micro_steps,
                 self._gas,
             )

@@ -1,18 +1,19 @@
-"""Ranks must build the same engine: the check that says which setting or parameter differs, before anything can hang."""
+"""Ranks must build the same engine: says which setting or parameter differs, before anything can hang."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 import torch
 
+from zerocore import _core
+from zerocore._optimizer import Optimizer
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
 
 
-def description(*, config: ResolvedConfig, model: torch.nn.Module, optimizer: Any) -> list[str]:
+def description(*, config: ResolvedConfig, model: torch.nn.Module, optimizer: Optimizer) -> list[str]:
     """What an engine is made of, a line a fact, in an order that is the same on all ranks."""
     lines = [f"config {line}" for line in config.describe().splitlines()]
     lines += [
@@ -27,7 +28,9 @@ def description(*, config: ResolvedConfig, model: torch.nn.Module, optimizer: An
     return lines
 
 
-def check_agreement(comm: Any, *, config: ResolvedConfig, model: torch.nn.Module, optimizer: Any) -> None:
+def check_agreement(
+    comm: _core.Communicator, *, config: ResolvedConfig, model: torch.nn.Module, optimizer: Optimizer
+) -> None:
     """Compares the description across ranks. Collective.
 
     Raises:
@@ -46,6 +49,6 @@ def check_agreement(comm: Any, *, config: ResolvedConfig, model: torch.nn.Module
         if len(set(here)) > 1:
             listing = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here[:8]))
             raise ConfigError(
-                f"[engine] ranks differ in config or model: {listing}. All ranks must build the same model with the same config."
+                f"[engine] ranks differ in config or model: {listing}. All ranks must build the same model with the "
+                "same config."
             )
-

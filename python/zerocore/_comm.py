@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zerocore import _core
-from zerocore._departure import Departure
+from zerocore import _core, _departure
 from zerocore._launch import Launch, find_launch
 from zerocore.errors import CommError, ConfigError
 
@@ -67,7 +66,7 @@ def gather_bytes(comm: Any, data: bytes, label: str) -> list[bytes]:
 
 
 def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
-    mpi = _import_mpi(launch)
+    mpi = _start_mpi(launch, timeout_ms)
     library = _first_line(mpi.Get_library_version())
     if not mpi.Is_initialized() or mpi.Is_finalized():
         raise ConfigError(
@@ -86,12 +85,17 @@ def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
     if local is None:
         local = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
     communicator = _core.mpi_communicator(plugin=str(plugin), fortran_handle=comm.py2f(), timeout_ms=timeout_ms)
-    Departure(communicator).install()
+    _departure.attach(communicator)
     return communicator, local
 
 
-def _import_mpi(launch: Launch) -> Any:
+def _start_mpi(launch: Launch, timeout_ms: int) -> Any:
     try:
+        import mpi4py
+
+        ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
+        if ours:
+            mpi4py.rc(initialize=False, finalize=mpi4py.rc.finalize is not False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
@@ -99,7 +103,27 @@ def _import_mpi(launch: Launch) -> Any:
             f"mpi4py.MPI failed ({_first_line(str(error))}). Run pip install 'zerocore[mpi]', or pip install mpi4py to "
             "use the site's own MPI."
         ) from error
+    if ours and not MPI.Is_initialized():
+        message = f"{CommError.__module__}.{CommError.__qualname__}: {_start_timeout(timeout_ms)}"
+        watchdog = _core.Watchdog(timeout_ms=timeout_ms, message=message)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)  # waits for all ranks, and cannot be interrupted
+        watchdog.release()
     return MPI
+
+
+def _start_timeout(timeout_ms: int) -> CommError:
+    return CommError(
+        f"[comm] timed out after {timeout_ms / 1000:g} s in the start of the job: not all ranks came. Look at the "
+        "output of the other ranks: one may have ended early. If one is merely slow, raise comm.timeout_ms, now "
+        f"{timeout_ms}."
+    )
+
+
+def abort() -> None:
+    """Ends all ranks at once, for a rank that has failed and cannot tell the others. Nothing where MPI is not up."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(1)
 
 
 def mpi_family(library: str) -> str | None:
@@ -144,11 +168,7 @@ def _duplicate(mpi: Any, timeout_ms: int) -> Any:
     pause = 1e-5
     while not request.Test():
         if time.monotonic() > deadline:
-            raise CommError(
-                f"[comm] timed out after {timeout_ms / 1000:g} s in the start of the job: not all of the "
-                f"{mpi.COMM_WORLD.Get_size()} ranks made an engine. Look at the output of the other ranks; if one is "
-                f"merely slow, raise comm.timeout_ms, now {timeout_ms}."
-            )
+            raise _start_timeout(timeout_ms)
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
     return comm

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _data, _optimizer, _tensor, schedulers
+from zerocore import _comm, _core, _data, _optimizer, schedulers
 from zerocore._accumulation import Accumulation
 from zerocore._agreement import check_agreement
 from zerocore._params import DTYPES, TrainableParams, broadcast, share_other_state
 from zerocore._random import named_generator
 from zerocore.config import Config, PrecisionConfig, as_config
-from zerocore.errors import ConfigError, NonFiniteError
+from zerocore.errors import ConfigError, Error, NonFiniteError
 
 logger = logging.getLogger("zerocore")
 
@@ -33,21 +33,25 @@ class GradNorm:
 
 
 class Engine(torch.nn.Module):
-    """Trains `model` with its states sharded as the ZeRO stage says. Use like the module itself:
+    """Trains `model` with its states sharded as the ZeRO stage says.
+
+    It is used like the module itself:
 
         loss = engine(batch); engine.backward(loss); engine.step()
 
     Args:
-        model: any torch module on the CPU. Parameters are moved, in place, into the engine's buckets in the dtype of the precision
-            config; rank 0's values count. Gradients are taken by the engine: `p.grad` is None after `backward`.
+        model: any torch module on the CPU. Parameters are moved, in place, into the engine's buckets in the dtype of
+            the precision config; rank 0's values count. Gradients are taken by the engine: `p.grad` is None after
+            `backward`.
         config: a zerocore.Config, or DeepSpeed's JSON as a dict or a path.
-        optimizer: a fresh torch.optim.AdamW, Adam or SGD over the model's parameters (its groups and hyperparameters are honoured),
-            or a function of the parameters that returns one; by default the config's.
-        lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's. It is stepped
-            after each optimizer step that was applied.
+        optimizer: a fresh torch.optim.AdamW, Adam or SGD over the model's parameters (its groups and hyperparameters
+            are honoured), or a function of the parameters that returns one; by default the config's.
+        lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's.
+            It is stepped after each optimizer step that was applied.
         training_data: a map-style dataset; `engine.training_dataloader` then deals this rank's micro-batches.
         collate_fn: for that loader.
-        model_parameters: parameters or parameter groups to train, for an optimizer of the config; by default all that require a gradient.
+        model_parameters: parameters or parameter groups to train, for an optimizer of the config; by default all that
+            require a gradient.
         comm: a communicator over all ranks of the job; by default the one of the process.
 
     Raises:
@@ -79,8 +83,9 @@ class Engine(torch.nn.Module):
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _optimizer.build(optimizer, self.config.optimizer, _trainable(given, model))
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
-        self._params = TrainableParams(model, self._optimizer, self.config, self.comm)
-        self._params.on_first_gradient = self._begin_micro_step
+        self._params = TrainableParams(
+            model, self._optimizer, self.config, self.comm, on_first_gradient=self._begin_micro_step
+        )
         share_other_state(model, self._params, self.comm, DTYPES[self.config.precision.dtype])
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
@@ -98,6 +103,7 @@ class Engine(torch.nn.Module):
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._grad_norm: GradNorm | None = None
         self._applied = False
+        self._broken_by: str | None = None
         self.comm.set_activity("step 0")
 
     # Training
@@ -128,26 +134,33 @@ class Engine(torch.nn.Module):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(f"[engine] backward: got a loss of shape {got}, expected a scalar tensor. Reduce it with mean().")
+            raise ConfigError(
+                f"[engine] backward: got a loss of shape {got}, expected a scalar tensor. Reduce it with mean()."
+            )
         if not loss.requires_grad:
             raise ConfigError(
-                "[engine] backward: the loss has no graph, expected one that depends on the parameters. Do not detach it, and compute it "
+                "[engine] backward: the loss has no graph, expected one that depends on the parameters. Do not detach "
+                "it, and compute it "
                 "outside torch.no_grad()."
             )
         self._begin_micro_step()
         if self._had_micro_batch:
             self._losses.append(loss.detach())
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
-        with self._params.backward():
-            scaled.backward(retain_graph=retain_graph)
+        try:
+            with self._params.backward():
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException as error:
+            self._broken_by = f"{type(error).__name__}: {error}"
+            raise
         managed = self.config.managed_gradient_accumulation
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
 
     def step(self) -> None:
         """Ends the micro-step and, on an accumulation boundary, updates the parameters on all ranks.
 
-        A step whose gradients are not finite changes no parameter; it counts in global_steps and skipped_steps, the scheduler stands,
-        and `was_step_applied()` is False.
+        A step whose gradients are not finite changes no parameter; it counts in global_steps and skipped_steps, the
+        scheduler stands, and `was_step_applied()` is False.
 
         Raises:
             ConfigError: no backward since the last step.
@@ -178,14 +191,21 @@ class Engine(torch.nn.Module):
             self._report_nonfinite(step, scale, losses, result.nonfinite, exhausted)
         elif self._scheduler is not None:
             if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
-                self._scheduler.optimizer._opt_called = True  # what its own step() would have noted
+                # What the optimizer's own step() would have noted; torch warns without.
+                self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             self._scheduler.step()
         every = self.config.steps_per_print
         if every is not None and self.global_steps % every == 0 and self.rank == 0:
-            logger.info("[engine] step %d: lr %s, grad norm %g, skipped %d", self.global_steps, self.get_lr(), result.grad_norm, self.skipped_steps)
+            logger.info(
+                "[engine] step %d: lr %s, grad norm %g, skipped %d",
+                self.global_steps,
+                self.get_lr(),
+                result.grad_norm,
+                self.skipped_steps,
+            )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the user says which `step()` updates; micro-steps are then told apart by forward after backward."""
+        """From now on the user says which `step()` updates; a forward after a backward begins a new micro-step."""
         self._accumulation.set_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -214,12 +234,18 @@ class Engine(torch.nn.Module):
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def all_reduce_mean(self, value: float) -> float:
-        """The mean of `value` over the ranks that had a micro-batch in the last micro-step: exact, rounded once. Collective."""
+        """The mean of `value` over the ranks that had a micro-batch in the last micro-step. Collective.
+
+        Exact, and rounded once, so that it does not depend on the order of ranks.
+        """
         return _core.exact_mean(self.comm, float(value), self._had_micro_batch)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes this rank holds, by name: parameters, gradient_accumulator, master_weights, optimizer_state (the model states),
-        pool (gradient buckets and receive buffers), frozen_parameters, buffers."""
+        """Bytes this rank holds, by name.
+
+        parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: gradient buckets and
+        receive buffers. frozen_parameters, buffers: what is not trained.
+        """
         frozen = [p for p in self.module.parameters() if not any(p is q for q in self._params.params)]
         return self._params.memory_report() | {
             "frozen_parameters": sum(p.numel() * p.element_size() for p in frozen),
@@ -228,7 +254,7 @@ class Engine(torch.nn.Module):
 
     def comm_report(self) -> dict[str, dict[str, int]]:
         """Calls and payload elements handed to each kind of collective since the engine was built."""
-        return self.comm.counters()
+        return {op: {**count} for op, count in self.comm.counters().items()}
 
     # Settings
 
@@ -276,7 +302,6 @@ class Engine(torch.nn.Module):
     def zero_optimization_stage(self) -> int:
         return self.config.zero.stage
 
-
     def close(self) -> None:
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent."""
         self._params.close()
@@ -286,11 +311,21 @@ class Engine(torch.nn.Module):
     # Inside
 
     def _begin_micro_step(self) -> None:
+        self._check_whole()
         if not self._params.in_micro_step:
             self._had_micro_batch = self._accumulation.has_micro_batch()
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
 
+    def _check_whole(self) -> None:
+        if self._broken_by is not None:
+            raise Error(
+                f"[engine] an earlier backward() failed ({self._broken_by}): the gradients of its micro-batch are "
+                f"partly in, on this rank "
+                "only. Build a new engine, from a checkpoint or the model as it was."
+            )
+
     def _end_micro_step(self) -> None:
+        self._check_whole()
         self._params.end_micro_step()
         self._accumulation.micro_steps += 1
         self.micro_steps += 1
@@ -305,17 +340,21 @@ class Engine(torch.nn.Module):
     ) -> None:
         bad_losses = [float(loss) for loss in losses if not math.isfinite(float(loss))]
         what = (
-            f"[engine] step {step}: gradients are not finite, nothing was updated: got inf or NaN in {len(params)} parameters, first "
-            f"{', '.join(params[:5])}; loss on rank {self.rank} {f'was {bad_losses[0]}' if bad_losses else 'was finite'}"
+            f"[engine] step {step}: gradients are not finite, nothing was updated: got inf or NaN in {len(params)} "
+            f"parameters, first "
+            f"{', '.join(params[:5])}; loss on rank {self.rank} "
+            f"{f'was {bad_losses[0]}' if bad_losses else 'was finite'}"
         )
         if exhausted:
             raise NonFiniteError(
-                f"{what}; the loss scale is at its minimum {scale:g}. A loss that is not finite comes from the model or the data; otherwise "
+                f"{what}; the loss scale is at its minimum {scale:g}. A loss that is not finite comes from the model "
+                f"or the data; otherwise "
                 "use bf16, lower the learning rate or clip gradients."
             )
         if self._raises_on_nonfinite():
             raise NonFiniteError(
-                f"{what}. Look at the data of this step, lower the learning rate, clip gradients, or set precision.on_nonfinite='skip'."
+                f"{what}. Look at the data of this step, lower the learning rate, clip gradients, or set "
+                f"precision.on_nonfinite='skip'."
             )
         if self.rank == 0:
             then = "" if self._scaler is None else f"; loss scale was {scale:g}, is {self._scaler.scale:g}"
@@ -340,9 +379,12 @@ def _trainable(given: Iterable[Any], model: torch.nn.Module) -> list[Any]:
     listed = list(given)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
-            f"[engine] the model has no trainable parameter: got {sum(1 for _ in model.parameters())} parameters, all frozen. Set "
+            f"[engine] the model has no trainable parameter: got {sum(1 for _ in model.parameters())} parameters, all "
+            f"frozen. Set "
             "requires_grad=True on those to train."
         )
     if not listed:
-        raise ConfigError("[engine] model_parameters is empty, expected parameters or groups. Leave it out to train all.")
+        raise ConfigError(
+            "[engine] model_parameters is empty, expected parameters or groups. Leave it out to train all."
+        )
     return listed

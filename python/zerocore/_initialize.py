@@ -46,9 +46,14 @@ def initialize(
         raise ConfigError("[initialize] model: got None, expected a torch.nn.Module.")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise UnsupportedError(f"[initialize] {name}: got {value!r}, expected None. Model parallelism is not available in this version.")
+            raise UnsupportedError(
+                f"[initialize] {name}: got {value!r}, expected None. Model parallelism is not available in this "
+                f"version."
+            )
     if config is not None and config_params is not None:
-        raise ConfigError("[initialize] got both config and config_params, expected one. Leave out config_params, the old name.")
+        raise ConfigError(
+            "[initialize] got both config and config_params, expected one. Leave out config_params, the old name."
+        )
     chosen = config if config is not None else config_params
     if chosen is None:
         chosen = getattr(args, "deepspeed_config", None)

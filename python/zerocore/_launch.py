@@ -43,7 +43,7 @@ def find_launch(env: Mapping[str, str]) -> Launch | None:
             return Launch(launcher=launcher, size=size, local_rank=local_rank)
     if env.get("RANK") and int(env.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(
-            f"[comm] this job was not started by an MPI launcher: got WORLD_SIZE={env['WORLD_SIZE']} from torchrun or the "
-            f"like, expected mpirun. Start it as `mpirun -n {env['WORLD_SIZE']} python ...`."
+            f"[comm] this job was not started by an MPI launcher: got WORLD_SIZE={env['WORLD_SIZE']} from torchrun or "
+            f"the like, expected mpirun. Start it as `mpirun -n {env['WORLD_SIZE']} python ...`."
         )
     return None

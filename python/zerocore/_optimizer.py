@@ -31,7 +31,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raises UnsupportedError: gradients and state are sharded, so only the engine can step."""
-        raise UnsupportedError("[optimizer] optimizer.step() was called. Call engine.step(), which steps the optimizer.")
+        raise UnsupportedError(
+            "[optimizer] optimizer.step() was called. Call engine.step(), which steps the optimizer."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine drops gradients when it has taken them. Kept for training loops that call it."""
@@ -83,7 +85,9 @@ def from_config(config: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
 
 
 def from_torch(source: torch.optim.Optimizer) -> Optimizer:
-    """The native twin of a torch optimizer. It shares the source's group dicts, so that schedulers built on it are seen.
+    """The native twin of a torch optimizer.
+
+    It shares the source's group dicts, so that schedulers built on the source are seen.
 
     Raises:
         UnsupportedError: another class, a feature the twin lacks, or an optimizer that already holds state.
@@ -91,7 +95,8 @@ def from_torch(source: torch.optim.Optimizer) -> Optimizer:
     kind = _TORCH_TYPES.get(source.__class__)
     if kind is None:
         raise UnsupportedError(
-            f"[optimizer] got {source.__class__.__module__}.{source.__class__.__qualname__}, expected torch.optim.AdamW, Adam or SGD. "
+            f"[optimizer] got {source.__class__.__module__}.{source.__class__.__qualname__}, expected "
+            f"torch.optim.AdamW, Adam or SGD. "
             "Only these have a native twin that runs on shards."
         )
     for flag in ("amsgrad", "maximize", "differentiable"):
@@ -101,7 +106,8 @@ def from_torch(source: torch.optim.Optimizer) -> Optimizer:
         kind = "adamw"
     if source.state:
         raise UnsupportedError(
-            f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, expected a fresh "
+            f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, "
+            f"expected a fresh "
             "optimizer. Hand it to the engine before its first step."
         )
     defaults = {k: v for k, v in source.defaults.items() if k not in ("foreach", "fused", "capturable")}
@@ -123,7 +129,9 @@ def build(
     if given is None:
         if config is None:
             config = OptimizerConfig()
-            logger.warning("[optimizer] no optimizer was given and the config has none: using AdamW with lr %g.", config.lr)
+            logger.warning(
+                "[optimizer] no optimizer was given and the config has none: using AdamW with lr %g.", config.lr
+            )
         return from_config(config, params)
     if isinstance(given, torch.optim.Optimizer):
         return from_torch(given)
@@ -131,5 +139,7 @@ def build(
         made = given(params)
         if isinstance(made, torch.optim.Optimizer):
             return from_torch(made)
-        raise ConfigError(f"[optimizer] the function given as optimizer returned {made!r}, expected a torch.optim.Optimizer.")
+        raise ConfigError(
+            f"[optimizer] the function given as optimizer returned {made!r}, expected a torch.optim.Optimizer."
+        )
     raise ConfigError(f"[optimizer] got {given!r}, expected a torch.optim.Optimizer or a function that makes one.")

@@ -1,4 +1,4 @@
-"""Random numbers by name: what a forward draws depends on (seed, step, micro-batch, forward index), not on which rank runs it."""
+"""Random numbers by name: (seed, step, micro-batch, forward index) says what a forward draws, not its rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named_seed(*names: int) -> int:
 
 @contextlib.contextmanager
 def named_generator(*names: int) -> Iterator[None]:
-    """Runs the block with the CPU generator seeded by `names`; the user's generator goes on after it as if nothing was drawn."""
+    """Seeds the CPU generator by `names` for the block; after it the user's goes on as if nothing had been drawn."""
     generator = torch.default_generator
     saved = generator.get_state()
     generator.manual_seed(named_seed(*names))

@@ -17,7 +17,7 @@ DTYPES = {
 def is_dense(tensor: torch.Tensor) -> bool:
     """True when the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:
             return False
         expected *= size
@@ -33,7 +33,8 @@ def view(tensor: torch.Tensor) -> _core.BufferView:
     """
     if tensor.device.type != "cpu":
         raise DeviceError(
-            f"[tensor] a tensor lies on {tensor.device}: expected cpu, the only device of this build. Move the model to the CPU."
+            f"[tensor] a tensor lies on {tensor.device}: expected cpu, the only device of this build. Move the model "
+            f"to the CPU."
         )
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or not is_dense(tensor):
         raise UnsupportedError(
@@ -61,9 +62,12 @@ def matching(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The gradient with the parameter's dtype and order of elements; itself in the usual case."""
     if grad.layout != torch.strided:
         raise UnsupportedError(
-            f"[tensor] got a {grad.layout} gradient of shape {tuple(grad.shape)}, expected a dense one. Use sparse=False "
+            f"[tensor] got a {grad.layout} gradient of shape {tuple(grad.shape)}, expected a dense one. Use "
+            f"sparse=False "
             "in nn.Embedding and nn.EmbeddingBag."
         )
-    if grad.dtype == param.dtype and (grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous())):
+    if grad.dtype == param.dtype and (
+        grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous())
+    ):
         return grad
     return torch.empty_like(param).copy_(grad)

@@ -1,4 +1,7 @@
-"""The exceptions of zerocore. Messages read `[area] what happened: got X, expected Y. How to fix it.`"""
+"""The exceptions of zerocore.
+
+Messages read `[area] what happened: got X, expected Y. How to fix it.`
+"""
 
 
 class Error(RuntimeError):

@@ -12,7 +12,8 @@ def params_sha256(module: torch.nn.Module) -> str:
     """A fingerprint of a module's parameters: equal if and only if names, dtypes, shapes and all bits are.
 
     Args:
-        module: on the CPU; of every parameter in named_parameters() order (a tied one once) its name, dtype, shape and bytes count.
+        module: on the CPU; of every parameter in named_parameters() order (a tied one once) its name, dtype, shape and
+            bytes count.
 
     Returns:
         64 hexadecimal digits.

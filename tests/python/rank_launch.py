@@ -1,5 +1,6 @@
 """Starts `mpirun` for multi-rank tests and carries outcomes from the ranks to the parent session (see conftest.py)."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -43,7 +44,9 @@ def start_ranks(n, command, output, env, cwd=None):
     """Starts `mpirun -n n python command...` in a process group of its own; output: a file."""
     mpirun = mpirun_path()
     if mpirun is None:
-        raise RuntimeError("[tests] no mpirun for tests on several ranks: pip install mpich mpi4py, or load the site's MPI")
+        raise RuntimeError(
+            "[tests] no mpirun for tests on several ranks: pip install mpich mpi4py, or load the site's MPI"
+        )
     return subprocess.Popen(
         [mpirun, "-n", str(n), sys.executable, *command],
         stdin=subprocess.DEVNULL,
@@ -58,14 +61,10 @@ def start_ranks(n, command, output, env, cwd=None):
 def kill_ranks(job):
     """Ends mpirun, which ends its ranks; then whatever is left of the process group."""
     job.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(5)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     job.wait(5)
 
 
@@ -99,7 +98,7 @@ class OutcomeFile:
     def __init__(self, folder):
         self.folder = folder
         self.rank, self.size = mpi_rank_and_size()
-        self.file = open(folder / f"{self.rank}.jsonl", "a")
+        self.path = folder / f"{self.rank}.jsonl"
         self.count = 0
         self.kind, self.text = "passed", ""
 
@@ -116,8 +115,8 @@ class OutcomeFile:
     def finish_test(self, nodeid):
         """Writes the outcome down and waits for the other ranks. False when a rank failed or did not finish."""
         kind = self.kind
-        self.file.write(json.dumps({"test": nodeid, "kind": kind, "text": self.text}) + "\n")
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps({"test": nodeid, "kind": kind, "text": self.text}) + "\n")
         self.count += 1
         self.kind, self.text = "passed", ""
         deadline = time.monotonic() + GRACE_S if kind == "failed" else None  # else the parent's timeout bounds it

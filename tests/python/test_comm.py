@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from zerocore import _comm, _core
 from zerocore._launch import find_launch
 from zerocore.errors import ConfigError, Error
@@ -143,7 +142,8 @@ def python(script, **variables):
 
 def test_a_plain_process_is_one_rank_without_mpi():
     code, output = python(
-        "import sys; from zerocore import _comm; comm = _comm.world(); print(comm.backend, comm.size, _comm.local_rank());"
+        "import sys; from zerocore import _comm; comm = _comm.world()\n"
+        "print(comm.backend, comm.size, _comm.local_rank())\n"
         "print('mpi4py' in sys.modules)"
     )
     assert (code, output) == (0, "self 1 0\nFalse\n")
@@ -195,7 +195,10 @@ def test_launcher_and_library_of_different_families():
     )
     code, output = python(script)
     assert code == 1
-    assert "ConfigError: [comm] the launcher and the MPI library do not belong together: got 2 ranks from Open MPI's" in output
+    assert (
+        "ConfigError: [comm] the launcher and the MPI library do not belong together: got 2 ranks from Open MPI's"
+        in output
+    )
     assert "which mpi4py loaded, sees 1. Start the job with" in output
 
 

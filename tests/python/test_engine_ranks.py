@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 import zerocore
 from zerocore import _comm
 from zerocore.errors import ConfigError
@@ -13,7 +12,12 @@ SGD = {"type": "SGD", "params": {"lr": 0.5}}
 
 
 def config(**changes):
-    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": SGD,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+    }
     return base | changes
 
 
@@ -117,13 +121,20 @@ def test_two_engines_in_one_process_and_one_loss_each():
 
 @pytest.mark.ranks(2)
 def test_ranks_with_different_configs():
-    with pytest.raises(ConfigError, match=r"ranks differ in config or model: rank 0 has config gradient_clipping = 0.0; rank 1 has config gradient_clipping = 1.0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ranks differ in config or model: rank 0 has config gradient_clipping = 0.0; "
+        r"rank 1 has config gradient_clipping = 1.0",
+    ):
         zerocore.Engine(weight(8.0), config(gradient_clipping=float(rank())))
 
 
 @pytest.mark.ranks(2)
 def test_ranks_with_different_models():
-    with pytest.raises(ConfigError, match=r"rank 0 has parameter weight: \(1, 3\) torch.float32 trainable; rank 1 has parameter weight: \(1, 4\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 0 has parameter weight: \(1, 3\) torch.float32 trainable; rank 1 has parameter weight: \(1, 4\)",
+    ):
         zerocore.Engine(torch.nn.Linear(3 + rank(), 1), config())
 
 

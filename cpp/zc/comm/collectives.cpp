@@ -10,7 +10,7 @@ namespace zc::comm {
 namespace {
 
 // Messages that are received into staging: small enough that a piece is folded from cache while the next one comes.
-constexpr std::int64_t kStagedPieceBytes = std::int64_t{1} << 20;
+constexpr std::int64_t kStagedPieceBytes = std::int64_t{1} << 18;
 // Messages that are received in place.
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
 
@@ -23,8 +23,12 @@ void combine(std::int64_t& into, std::int64_t value, ReduceOp op) {
     case ReduceOp::kSum:
       into = static_cast<std::int64_t>(static_cast<std::uint64_t>(into) + static_cast<std::uint64_t>(value));
       break;
-    case ReduceOp::kMax: into = std::max(into, value); break;
-    case ReduceOp::kBitOr: into |= value; break;
+    case ReduceOp::kMax:
+      into = std::max(into, value);
+      break;
+    case ReduceOp::kBitOr:
+      into |= value;
+      break;
   }
 }
 
@@ -58,13 +62,19 @@ void Collectives::run(const Operation& operation) {
   guard_.meet(operation.header, {in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0)},
               operation.timeout);
   switch (op) {
-    case Op::kReduceScatterAdd: return reduce_scatter_add(in, out);
-    case Op::kAllGather: return gather(out.as<std::byte>(), out.bytes() / guard_.size());
-    case Op::kBroadcast: return broadcast(out, operation.header.root);
-    case Op::kAllReduce: return all_reduce(out, operation.header.reduce, rides);
+    case Op::kReduceScatterAdd:
+      return reduce_scatter_add(in, out);
+    case Op::kAllGather:
+      return gather(out.as<std::byte>(), out.bytes() / guard_.size());
+    case Op::kBroadcast:
+      return broadcast(out, operation.header.root);
+    case Op::kAllReduce:
+      return all_reduce(out, operation.header.reduce, rides);
     case Op::kGatherBytes:
-    case Op::kSplit: return gather_from(in, out.as<std::byte>(), rides);
-    case Op::kBarrier: return;
+    case Op::kSplit:
+      return gather_from(in, out.as<std::byte>(), rides);
+    case Op::kBarrier:
+      return;
   }
 }
 

@@ -32,7 +32,6 @@ class Collectives {
 
   std::int64_t staging_bytes() const { return staging_bytes_; }  // from any thread
 
-
  private:
   // `rides`: the payload came with the headers.
   void give_up(const Operation& operation, const Error& error, Work::State& state) noexcept;

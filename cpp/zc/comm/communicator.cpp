@@ -27,21 +27,29 @@ std::uint64_t mix(std::uint64_t seed, std::string_view text) {
 void check_memory(const char* op, const char* what, const BufferView& view) {
   ZC_CHECK(view.numel >= 0 && (view.data != nullptr || view.numel == 0), kInternal, "[comm] ", op, ": ", what,
            " is not a buffer: got ", view.numel, " elements at ", view.data, ", expected memory");
-  ZC_CHECK(view.device.type == DeviceType::kCpu, kUnsupported, "[comm] ", op, ": ", what,
-           " is not in host memory: got a CUDA buffer, expected a CPU buffer. This communicator moves host memory only.");
+  ZC_CHECK(
+      view.device.type == DeviceType::kCpu, kUnsupported, "[comm] ", op, ": ", what,
+      " is not in host memory: got a CUDA buffer, expected a CPU buffer. This communicator moves host memory only.");
 }
 
 }  // namespace
 
 const char* name(Op op) {
   switch (op) {
-    case Op::kReduceScatterAdd: return "reduce_scatter_add";
-    case Op::kAllGather: return "all_gather";
-    case Op::kBroadcast: return "broadcast";
-    case Op::kAllReduce: return "all_reduce";
-    case Op::kGatherBytes: return "gather_bytes";
-    case Op::kBarrier: return "barrier";
-    case Op::kSplit: return "split";
+    case Op::kReduceScatterAdd:
+      return "reduce_scatter_add";
+    case Op::kAllGather:
+      return "all_gather";
+    case Op::kBroadcast:
+      return "broadcast";
+    case Op::kAllReduce:
+      return "all_reduce";
+    case Op::kGatherBytes:
+      return "gather_bytes";
+    case Op::kBarrier:
+      return "barrier";
+    case Op::kSplit:
+      return "split";
   }
   return "?";
 }
@@ -61,10 +69,10 @@ Memory Communicator::allocate(std::int64_t bytes) { return allocate_host(bytes);
 Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label) {
   check_memory("reduce_scatter_add", "bucket", bucket);
   check_memory("reduce_scatter_add", "shard", shard);
-  ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ", zc::name(bucket.dtype),
-           ", expected fp32, fp16 or bf16");
-  ZC_CHECK(shard.dtype == DType::kF32, kInternal, "[comm] reduce_scatter_add: shard dtype: got ",
-           zc::name(shard.dtype), ", expected fp32");
+  ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ",
+           zc::name(bucket.dtype), ", expected fp32, fp16 or bf16");
+  ZC_CHECK(shard.dtype == DType::kF32, kInternal, "[comm] reduce_scatter_add: shard dtype: got ", zc::name(shard.dtype),
+           ", expected fp32");
   ZC_CHECK(bucket.numel == shard.numel * size_, kInternal, "[comm] reduce_scatter_add: bucket length: got ",
            bucket.numel, " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ",
            shard.numel, ")");

@@ -183,7 +183,9 @@ std::string Guard::rank_name(int index) const { return concat("rank ", ranks_[st
 std::string Guard::where(int index, bool detailed) const {
   const Member& member = members_[static_cast<std::size_t>(index)];
   const Endpoint::Peer& peer = endpoint_.peer(ranks_[static_cast<std::size_t>(index)]);
-  const auto text = [detailed](const CallHeader& header) { return detailed ? describe_call(header) : describe(header); };
+  const auto text = [detailed](const CallHeader& header) {
+    return detailed ? describe_call(header) : describe(header);
+  };
   if (member.arrived) return concat(rank_name(index), " is in ", text(heard(index).header));
   if (peer.gone()) return concat(rank_name(index), " has left (", peer.reason, ")");
   if (member.seen) return concat(rank_name(index), " has not arrived (it was last in ", text(member.last), ")");

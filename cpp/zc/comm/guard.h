@@ -25,8 +25,8 @@ class Guard {
   int size() const { return static_cast<int>(ranks_.size()); }
   int index() const { return index_; }
 
-  // Exchanges headers, with up to kInlineBytes of payload, and compares them. Throws kComm when the ranks are not all in
-  // this call.
+  // Exchanges headers, with up to kInlineBytes of payload, and compares them. Throws kComm when the ranks are not all
+  // in this call.
   void meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout);
 
   // The payload that member `index` brought to the last meet().

@@ -105,8 +105,18 @@ constexpr const char* kBuiltWith = "an MPI library of another family";
 #endif
 
 constexpr ZcMpiPlugin kPlugin = {
-    ZC_MPI_PLUGIN_VERSION, kBuiltWith, library_version, is_active, thread_level, error_text,
-    open,                  isend,      irecv,           test,      cancel,       release,
+    ZC_MPI_PLUGIN_VERSION,
+    kBuiltWith,
+    library_version,
+    is_active,
+    thread_level,
+    error_text,
+    open,
+    isend,
+    irecv,
+    test,
+    cancel,
+    release,
 };
 
 }  // namespace

@@ -29,8 +29,9 @@ const ZcMpiPlugin& load(const std::string& path) {
   ZC_CHECK(entry != nullptr, kConfig, "[comm] ", path, " is not an MPI plugin of zerocore: it has no symbol ",
            ZC_MPI_PLUGIN_SYMBOL, ". Reinstall zerocore.");
   const ZcMpiPlugin& plugin = *entry();
-  ZC_CHECK(plugin.version == ZC_MPI_PLUGIN_VERSION, kConfig, "[comm] ", path, " is of another build: got plugin version ",
-           plugin.version, ", expected ", ZC_MPI_PLUGIN_VERSION, ". Reinstall zerocore.");
+  ZC_CHECK(plugin.version == ZC_MPI_PLUGIN_VERSION, kConfig, "[comm] ", path,
+           " is of another build: got plugin version ", plugin.version, ", expected ", ZC_MPI_PLUGIN_VERSION,
+           ". Reinstall zerocore.");
   return plugin;
 }
 
@@ -91,8 +92,8 @@ class MpiTransport final : public Transport {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     if (done) return true;
-    // MPI moves data only inside calls to it. With a receive it cannot give back, the one way to keep it off memory that
-    // may be freed is to call it no more.
+    // MPI moves data only inside calls to it. With a receive it cannot give back, the one way to keep it off memory
+    // that may be freed is to call it no more.
     if (pending->is_receive) silent_ = true;
     plugin_.release(&pending->handle);
     return pending->is_receive;
@@ -139,7 +140,8 @@ std::unique_ptr<Transport> make_mpi_transport(const std::string& plugin_path, in
   int serialized = 0;
   const int code = plugin.thread_level(&level, &serialized);
   ZC_CHECK(code == 0 && level >= serialized, kConfig, "[comm] MPI grants too low a thread level: got ", level,
-           ", expected at least ", serialized, " (MPI_THREAD_SERIALIZED). Leave mpi4py.rc.thread_level at \"multiple\", "
+           ", expected at least ", serialized,
+           " (MPI_THREAD_SERIALIZED). Leave mpi4py.rc.thread_level at \"multiple\", "
            "its default, and do not initialise MPI yourself with less.");
   return std::make_unique<MpiTransport>(plugin, fortran_handle);
 }

@@ -16,12 +16,18 @@ Topology::Coordinates Topology::coordinates(int rank) const {
 int Topology::group_of(Role role, int rank) const {
   const auto [pipe, data, expert, tensor] = coordinates(rank);
   switch (role) {
-    case Role::kShard: return pipe * tp + tensor;
-    case Role::kExpertShard: return (pipe * ep + expert) * tp + tensor;
-    case Role::kPipe: return (data * ep + expert) * tp + tensor;
-    case Role::kExpert: return (pipe * dp + data) * tp + tensor;
-    case Role::kTensor: return (pipe * dp + data) * ep + expert;
-    case Role::kModel: return data;
+    case Role::kShard:
+      return pipe * tp + tensor;
+    case Role::kExpertShard:
+      return (pipe * ep + expert) * tp + tensor;
+    case Role::kPipe:
+      return (data * ep + expert) * tp + tensor;
+    case Role::kExpert:
+      return (pipe * dp + data) * tp + tensor;
+    case Role::kTensor:
+      return (pipe * dp + data) * ep + expert;
+    case Role::kModel:
+      return data;
   }
   fail(ErrorKind::kInternal, "[topology] unknown role ", static_cast<int>(role));
 }

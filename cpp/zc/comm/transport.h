@@ -11,7 +11,7 @@ class Transport {
  public:
   using Request = void*;  // null: complete
 
-  static constexpr int kMaxTag = 32767;                               // what every MPI library offers
+  static constexpr int kMaxTag = 32767;                                    // what every MPI library offers
   static constexpr std::int64_t kMaxMessageBytes = std::int64_t{1} << 30;  // MPI counts are ints: callers cut
 
   virtual ~Transport() = default;
@@ -28,8 +28,8 @@ class Transport {
   // True: complete, and `request` is null from then on. A null request is complete.
   virtual bool test(Request& request) = 0;
 
-  // Gives the request up; `request` is null afterwards. The memory of a receive is not written any more. False: this was
-  // a send whose memory may still be read, until the process ends.
+  // Gives the request up; `request` is null afterwards. The memory of a receive is not written any more. False: this
+  // was a send whose memory may still be read, until the process ends.
   virtual bool cancel(Request& request) noexcept = 0;
 };
 

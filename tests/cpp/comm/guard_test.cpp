@@ -1,4 +1,5 @@
-// Ranks that do not do the same, do not come, or leave: every rank learns what the others were doing, and nothing hangs.
+// Ranks that do not do the same, do not come, or leave: every rank learns what the others were doing, and nothing
+// hangs.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -70,8 +71,10 @@ TEST(GuardTest, DifferentCollectivesAreNamedOnEveryRank) {
   });
   for (const Fate& fate : all) {
     EXPECT_EQ(fate.kind, ErrorKind::kComm);
-    EXPECT_SAYS(fate.error, "[comm] ranks are in different collectives: rank 0 is in save_checkpoint [barrier, call 1]");
-    EXPECT_SAYS(fate.error, "rank 2 is in step 41, reduce bucket 7 (layers.3.mlp.*) [all_reduce (sum) of 5 int64, call 1]");
+    EXPECT_SAYS(fate.error,
+                "[comm] ranks are in different collectives: rank 0 is in save_checkpoint [barrier, call 1]");
+    EXPECT_SAYS(fate.error,
+                "rank 2 is in step 41, reduce bucket 7 (layers.3.mlp.*) [all_reduce (sum) of 5 int64, call 1]");
     EXPECT_LT(fate.took, seconds(5));
   }
 }
@@ -135,7 +138,8 @@ TEST(GuardTest, ARankThatRaisesIsQuoted) {
   });
   for (const int rank : {0, 1}) {
     const Fate& fate = all[static_cast<std::size_t>(rank)];
-    EXPECT_SAYS(fate.error, "[comm] rank 2 has left (raised ValueError: bad sample) while others need it: rank 0 is in");
+    EXPECT_SAYS(fate.error,
+                "[comm] rank 2 has left (raised ValueError: bad sample) while others need it: rank 0 is in");
     EXPECT_SAYS(fate.error, "step 9, reduce bucket 0");
     EXPECT_LT(fate.took, seconds(5));
   }
@@ -171,7 +175,8 @@ TEST(GuardTest, LeavingEndsThisRanksOwnCollectives) {
     EXPECT_THROW(queued.wait(), Error);
     pending.wait();
   });
-  EXPECT_SAYS(all[0].error, "[comm] this rank has left (raised KeyboardInterrupt): no collective is possible any more.");
+  EXPECT_SAYS(all[0].error,
+              "[comm] this rank has left (raised KeyboardInterrupt): no collective is possible any more.");
   EXPECT_LT(all[0].took, seconds(5));
 }
 
