@@ -49,6 +49,15 @@ def test_all_ranks_start_from_rank_0s_values_frozen_ones_and_buffers_included():
     assert model.table.tolist() == [0, 0, 0] and model.count.item() == 0
 
 
+@pytest.mark.ranks(2)
+def test_buffers_that_are_views_become_rank_0s_too():
+    model = weight(1.0)
+    model.register_buffer("turned", (torch.arange(6).view(2, 3) + 10 * rank()).t())
+    model.register_buffer("empty", torch.zeros(0))
+    zerocore.Engine(model, config())
+    assert model.turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_gradient_is_the_mean_over_ranks(world_size, stage):
@@ -136,6 +145,30 @@ def test_ranks_with_different_models():
         match=r"rank 0 has parameter weight: \(1, 3\) torch.float32 trainable; rank 1 has parameter weight: \(1, 4\)",
     ):
         zerocore.Engine(torch.nn.Linear(3 + rank(), 1), config())
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_buffers_or_frozen_parameters():
+    model = weight(1.0)
+    model.register_buffer("table", torch.zeros(3 + rank()))
+    with pytest.raises(
+        ConfigError, match=r"rank 0 has buffer table: \(3,\) torch.float32; rank 1 has buffer table: \(4,\)"
+    ):
+        zerocore.Engine(model, config())
+    model = torch.nn.ModuleList([weight(1.0), weight(1.0)])
+    model[rank()].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"rank 0 has parameter 0.weight: \(1, 1\) torch.float32 frozen; rank 1 has"):
+        zerocore.Engine(model, config())
+
+
+@pytest.mark.ranks(2)
+def test_a_fillers_loss_is_not_blamed():
+    engine = zerocore.Engine(weight(8.0), {**config(), "train_batch_size": 3})
+    for k in range(2):
+        filler = k == 1 and rank() == 1
+        engine.backward(engine(torch.full((1, 1), float("nan") if filler else 1.0)).sum())
+        engine.step()
+    assert engine.was_step_applied() and engine.module.weight.item() == 8 - 0.5
 
 
 SCRIPT = """
