@@ -17,8 +17,8 @@ void bind_optimizers(py::module_& m) {
   using zc::math::AdamHyper;
   using zc::math::SgdHyper;
   py::class_<AdamHyper>(m, "AdamHyper")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
-                       bool bias_correction) {
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
+                       bool decoupled_weight_decay, bool bias_correction) {
              return AdamHyper{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, bias_correction};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
@@ -41,7 +41,8 @@ void bind_loss_scaler(py::module_& m) {
   py::class_<LossScaler>(m, "LossScaler", "Static or dynamic loss scale; the rule is zc/math/loss_scale.h's.")
       .def(py::init([](bool dynamic, double initial_scale, std::int64_t window, std::int64_t hysteresis,
                        bool consecutive_hysteresis, double min_scale) {
-             const zc::math::LossScaleRule rule{dynamic, initial_scale, window, hysteresis, consecutive_hysteresis, min_scale};
+             const zc::math::LossScaleRule rule{dynamic,    initial_scale,          window,
+                                                hysteresis, consecutive_hysteresis, min_scale};
              return LossScaler{rule, zc::math::initial_loss_scale(rule)};
            }),
            py::kw_only(), py::arg("dynamic"), py::arg("initial_scale"), py::arg("window"), py::arg("hysteresis"),
@@ -81,13 +82,14 @@ void bind_engine(py::module_& m) {
 
   py::class_<StepEngine>(m, "StepEngine")
       .def(py::init([](std::shared_ptr<zc::comm::Communicator> comm, std::vector<zc::zero::ParamSpec> params,
-                       std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel, int num_grad_buffers) {
+                       std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel,
+                       int num_grad_buffers) {
              return std::make_unique<StepEngine>(std::move(comm), zc::device::cpu_device(), std::move(params),
                                                  std::move(groups),
                                                  zc::engine::Options{stage, bucket_numel, num_grad_buffers});
            }),
-           py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"), py::arg("bucket_numel"),
-           py::arg("num_grad_buffers"))
+           py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
+           py::arg("bucket_numel"), py::arg("num_grad_buffers"))
       .def("param_memory",
            [](const StepEngine& self, int param) {
              const StepEngine::ParamMemory at = self.param_memory(param);
@@ -97,22 +99,25 @@ void bind_engine(py::module_& m) {
       .def("reload_master", &StepEngine::reload_master)
       .def("begin_micro_step", [](StepEngine& self, bool has) { self.reducer().begin_micro_step(has); })
       .def("ready",
-           [](StepEngine& self, int param, std::uintptr_t address, std::int64_t numel, zc::DType dtype) {
+           [](StepEngine& self, int param, std::uintptr_t address, std::int64_t numel, zc::DType dtype,
+              bool may_launch) {
              const zc::BufferView grad{reinterpret_cast<void*>(address), numel, dtype, {}};
              std::span<const int> launched;
              {
                py::gil_scoped_release unlocked;
-               launched = self.reducer().ready(param, grad);
+               launched = self.reducer().ready(param, grad, may_launch);
              }
              return std::vector<int>(launched.begin(), launched.end());
            })
-      .def("end_micro_step", [](StepEngine& self) { return self.reducer().end_micro_step(); }, NoGil())
+      .def(
+          "end_micro_step", [](StepEngine& self) { return self.reducer().end_micro_step(); }, NoGil())
       .def("bucket_of", &StepEngine::bucket_of)
       .def("num_buckets", &StepEngine::num_buckets)
-      .def("step",
-           [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm) {
-             return self.step(groups, divisor, max_norm);
-           },
-           NoGil())
+      .def(
+          "step",
+          [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm,
+             std::uint32_t settings) { return self.step(groups, divisor, max_norm, settings); },
+          NoGil())
+      .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report);
 }

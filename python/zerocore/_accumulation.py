@@ -18,6 +18,7 @@ import enum
 import logging
 
 from zerocore.config import ResolvedConfig
+from zerocore.errors import ConfigError
 
 logger = logging.getLogger("zerocore")
 
@@ -85,6 +86,13 @@ class Accumulation:
             )
             return
         self.loop = Loop.PER_MICRO_STEP
+        if self.micro_steps > 1 and self._micro_batches % self._size:
+            raise ConfigError(
+                f"[engine] {self.micro_steps} forward-backward pairs came before the first step(), expected 1 or "
+                f"gradient_accumulation_steps={self._gas}: with {self._micro_batches} micro-batches on {self._size} "
+                "ranks it cannot be guessed who had one. Call set_gradient_accumulation_boundary(), or add the losses "
+                "up before one backward()."
+            )
         if self.micro_steps > 1:
             logger.warning(
                 "[engine] %d forward-backward pairs came before the first step(), expected 1 or "

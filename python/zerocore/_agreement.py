@@ -17,7 +17,8 @@ def description(*, config: ResolvedConfig, model: torch.nn.Module, optimizer: Op
     """What an engine is made of, a line a fact, in an order that is the same on all ranks."""
     lines = [f"config {line}" for line in config.describe().splitlines()]
     lines += [
-        f"parameter {name}: {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        f"parameter {name}: {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}, "
+        f"strides {p.stride()}"
         for name, p in model.named_parameters()
     ]
     lines += [f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]

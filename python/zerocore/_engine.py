@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerocore import _comm, _core, _data, _optimizer, schedulers
-from zerocore._accumulation import Accumulation
+from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._params import DTYPES, TrainableParams, broadcast, share_other_state
 from zerocore._random import named_generator
@@ -110,10 +110,12 @@ class Engine(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. In training, random numbers are drawn by name and the user's generator is left as it was."""
-        if not (self.module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._params.in_micro_step and self._accumulation.forward_ends_micro_step():
             self._end_micro_step()
+        if not self.module.training:
+            return self.module(*args, **kwargs)
         micro_batch = self._accumulation.micro_steps * self.world_size + self.rank
         with named_generator(self.config.seed, self.global_steps, micro_batch, self._forwards):
             self._forwards += 1
@@ -137,6 +139,10 @@ class Engine(torch.nn.Module):
             raise ConfigError(
                 f"[engine] backward: got a loss of shape {got}, expected a scalar tensor. Reduce it with mean()."
             )
+        if loss.is_complex():
+            raise ConfigError(
+                f"[engine] backward: got a loss of {loss.dtype}, expected a real one. Take its real part."
+            )
         if not loss.requires_grad:
             raise ConfigError(
                 "[engine] backward: the loss has no graph, expected one that depends on the parameters. Do not detach "
@@ -151,7 +157,8 @@ class Engine(torch.nn.Module):
             with self._params.backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
-            self._broken_by = f"{type(error).__name__}: {error}"
+            if self._params.took_gradients:
+                self._broken_by = f"{type(error).__name__}: {error}"
             raise
         managed = self.config.managed_gradient_accumulation
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
@@ -166,7 +173,8 @@ class Engine(torch.nn.Module):
             ConfigError: no backward since the last step.
             NonFiniteError: gradients are not finite and the policy is "raise", or the loss scale is exhausted.
         """
-        if not self._params.in_micro_step and self._accumulation.micro_steps == 0:
+        pending = self._accumulation.micro_steps > 0 and self._accumulation.forward_ends_micro_step()
+        if not self._params.in_micro_step and not pending:
             raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
         if self._params.in_micro_step:
             self._end_micro_step()
@@ -213,7 +221,29 @@ class Engine(torch.nn.Module):
         return self._accumulation.is_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: `step()` resets the accumulators. Kept for loops that call it."""
+        """Drops the gradients of the open micro-step, if there is one; `step()` needs no call of this. Collective then.
+
+        In a loop of PyTorch's kind (see `managed_gradient_accumulation`) it drops all gradients since the last step.
+
+        Raises:
+            ConfigError: the step's earlier micro-batches are already added up with it.
+        """
+        loop_drops_all = self._accumulation.loop is Loop.PER_STEP and self._accumulation.micro_steps > 0
+        if not self._params.in_micro_step and not loop_drops_all:
+            return
+        if self._accumulation.micro_steps > 0 and not loop_drops_all:
+            raise ConfigError(
+                f"[engine] zero_grad: got a call in micro-step {self._accumulation.micro_steps + 1} of a step, "
+                "expected one in the first, or after step(). The earlier micro-batches' gradients are already in the "
+                "same sum."
+            )
+        if self._params.in_micro_step:
+            self._params.end_micro_step(drop=True)
+        self._params.zero_grad()
+        self._accumulation.reset()
+        self._forwards = 0
+        self._losses = []
+        self._broken_by = None
 
     # What happened
 

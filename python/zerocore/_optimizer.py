@@ -35,8 +35,16 @@ class Optimizer(torch.optim.Optimizer):
             "[optimizer] optimizer.step() was called. Call engine.step(), which steps the optimizer."
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Raises UnsupportedError: the state is sharded in the core."""
+        raise UnsupportedError("[optimizer] state_dict: optimizer state cannot be saved in this version.")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UnsupportedError: the state is sharded in the core."""
+        raise UnsupportedError("[optimizer] load_state_dict: optimizer state cannot be loaded in this version.")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine drops gradients when it has taken them. Kept for training loops that call it."""
+        """Does nothing: `engine.step()` starts from zero, `engine.zero_grad()` drops what is pending."""
 
     def hypers(self) -> list[Any]:
         """The groups' hyperparameters for the core, in group order."""
@@ -58,7 +66,7 @@ class Optimizer(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            decoupled_weight_decay=self.type == "adamw",
+            decoupled_weight_decay=group.get("decoupled_weight_decay", self.type == "adamw"),
             bias_correction=group.get("bias_correction", True),
         )
 
@@ -102,8 +110,6 @@ def from_torch(source: torch.optim.Optimizer) -> Optimizer:
     for flag in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(flag) for group in source.param_groups):
             raise UnsupportedError(f"[optimizer] {source.__class__.__qualname__}: got {flag}=True, expected False.")
-    if kind == "adam" and any(group.get("decoupled_weight_decay") for group in source.param_groups):
-        kind = "adamw"
     if source.state:
         raise UnsupportedError(
             f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, "

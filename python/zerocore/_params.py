@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,12 +60,18 @@ class TrainableParams:
             bucket_numel=config.zero.bucket_numel,
             num_grad_buffers=_NUM_GRAD_BUFFERS,
         )
-        self._in_bucket: list[list[torch.nn.Parameter]] = [[] for _ in range(self._core.num_buckets())]
+        self._in_bucket: list[list[int]] = [[] for _ in range(self._core.num_buckets())]
         for index, param in enumerate(self.params):
-            self._in_bucket[self._core.bucket_of(index)].append(param)
+            self._in_bucket[self._core.bucket_of(index)].append(index)
             self._move(index, param)
-        self._versions = [p._version for p in self.params]  # the core's own writes do not count
+        self._homes = [p.data_ptr() for p in self.params]
+        self._versions = [p._version for p in self.params]
+        self._not_trained = [(name, p) for name, p in model.named_parameters() if id(p) not in group_of]
+        self._told_not_trained = {name for name, p in self._not_trained if p.requires_grad}
+        # Gradients that the core points to, with their versions: kept alive until it has copied them.
+        self._held: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
         self.in_micro_step = False
+        self.closed = False
         self._scaled = config.precision.dtype == "fp16"
         self._in_backward = False
         self._on_first_gradient = on_first_gradient
@@ -87,20 +94,24 @@ class TrainableParams:
             if self._scaled and not self._in_backward:
                 raise ConfigError(
                     f"[engine] a gradient of {self.names[index]} arrived outside engine.backward(): under fp16 the "
-                    f"loss must be scaled. Call "
-                    "engine.backward(loss) instead of loss.backward()."
+                    "loss must be scaled. Call engine.backward(loss) instead of loss.backward(); when the loss is "
+                    "another engine's, switch this one's parameters off with requires_grad_(False) meanwhile."
                 )
             if not self.in_micro_step:
                 self._on_first_gradient()
+            self._arrived = True
             grad = param.grad
             assert grad is not None
             matched = _tensor.matching(grad, param)
             if matched is not grad:
                 param.grad = matched
-            launched = self._core.ready(index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype])
+            self._held[index] = (matched, matched._version)
+            launched = self._core.ready(
+                index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype], self._in_backward
+            )
             for bucket in launched:
                 for taken in self._in_bucket[bucket]:
-                    taken.grad = None
+                    self.params[taken].grad = self._held[taken] = None
 
         return on_gradient
 
@@ -113,35 +124,77 @@ class TrainableParams:
         finally:
             self._in_backward = False
 
+    @property
+    def took_gradients(self) -> bool:
+        """Whether a gradient has arrived in the open micro-step."""
+        return self.in_micro_step and self._arrived
+
     def begin_micro_step(self, *, has_micro_batch: bool) -> None:
+        self._check_homes()
         self._core.begin_micro_step(has_micro_batch)
         self.in_micro_step = True
+        self._arrived = False
 
-    def end_micro_step(self) -> None:
+    def _check_homes(self) -> None:
+        """The model and the engine must not have come apart."""
+        if self.closed:
+            raise ConfigError("[engine] the engine was closed, expected one that is open. Build a new one to train on.")
+        for name, param, home in zip(self.names, self.params, self._homes, strict=True):
+            if param.data_ptr() != home:
+                raise ConfigError(
+                    f"[engine] parameter {name} no longer lies in the engine's memory: it was given other storage "
+                    "(p.data = ..., model.to(), load_state_dict(assign=True), a second engine). Copy values in place "
+                    "instead, as in p.copy_(values), or build a new engine."
+                )
+        for name, param in self._not_trained:
+            if param.requires_grad and name not in self._told_not_trained:
+                self._told_not_trained.add(name)
+                logger.warning(
+                    "[engine] parameter %s requires a gradient now, but did not when the engine was built: it is not "
+                    "trained. Build a new engine to train it.",
+                    name,
+                )
+
+    def end_micro_step(self, *, drop: bool = False) -> None:
+        """Ends it. drop: gradients that the user has removed or changed meanwhile are no error."""
+        for name, param, held in zip(self.names, self.params, self._held, strict=True):
+            if held is not None and not drop and (param.grad is not held[0] or held[0]._version != held[1]):
+                raise ConfigError(
+                    f"[engine] the gradient of {name} was removed or changed between backward() and step(): the engine "
+                    "takes gradients as they arrive, mostly before backward() returns. Drop them with "
+                    "engine.zero_grad(), and clip with gradient_clipping in the config."
+                )
         late = self._core.end_micro_step()
         self.in_micro_step = False
-        for param in self.params:
-            param.grad = None
+        for index, param in enumerate(self.params):
+            param.grad = self._held[index] = None
         if late:
             logger.warning(
                 "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one "
-                "extra round carried them. "
-                "The result is right, its bits depend on the number of ranks.",
+                "extra round carried them. Nothing is lost; these bits depend on the number of ranks.",
                 len(late),
                 self.names[late[0]],
             )
 
     def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
-        self._reload_masters()
-        result = self._core.step(self._optimizer.hypers(), divisor, max_norm)
+        written = self._reload_masters()
+        result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()))
+        if not result.skipped:
+            torch.autograd.graph.increment_version(self.params)  # torch must see the core's writes
+            self._versions = [p._version for p in self.params]
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
 
-    def _reload_masters(self) -> None:
-        """Somebody may have written to the model's parameters, load_state_dict() for one: their masters follow."""
-        for index, param in enumerate(self.params):
-            if param._version != self._versions[index]:
-                self._versions[index] = param._version
-                self._core.reload_master(index)
+    def zero_grad(self) -> None:
+        """Drops everything that was folded since the last step."""
+        self._core.zero_grad()
+
+    def _reload_masters(self) -> list[int]:
+        """Masters follow values that were written to the model, by load_state_dict() for one. Returns which."""
+        written = [i for i, p in enumerate(self.params) if p._version != self._versions[i]]
+        for index in written:
+            self._versions[index] = self.params[index]._version
+            self._core.reload_master(index)
+        return written
 
     def memory_report(self) -> dict[str, int]:
         return dict(self._core.memory_report())
@@ -150,6 +203,7 @@ class TrainableParams:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.closed = True
 
 
 class StepOutcome:
@@ -181,10 +235,11 @@ def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype
         for param in model.parameters():
             if id(param) not in ours and param.is_floating_point():
                 param.data = param.data.to(dtype)
+        casts: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays shared
         for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if buffer.is_floating_point() and buffer.dtype != dtype:
-                    module._buffers[name] = buffer.to(dtype)
+                    module._buffers[name] = casts.setdefault(id(buffer), buffer.to(dtype))
 
 
 def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str) -> None:
@@ -196,8 +251,15 @@ def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str)
             continue
         whole = tensor.detach().contiguous()
         comm.broadcast(_tensor.bytes_view(whole), 0, label).wait()
-        if whole.data_ptr() != tensor.data_ptr():
+        if whole.data_ptr() == tensor.data_ptr():
+            continue
+        try:
             tensor.detach().copy_(whole)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"[engine] {label}: got one of shape {tuple(tensor.shape)} and strides {tensor.stride()} that cannot "
+                f"be written to ({error}). Clone it in the module."
+            ) from error
 
 
 def _groups(optimizer: Optimizer) -> dict[int, int]:

@@ -242,6 +242,17 @@ def build(given: Any | Callable[[Any], Any] | None, config: SchedulerConfig | No
             f"[scheduler] lr_scheduler: got {type(made).__name__}, expected an object with step(), or a function of "
             "the optimizer that returns one."
         )
+    if type(made).__name__ == "ReduceLROnPlateau":
+        raise ConfigError(
+            "[scheduler] lr_scheduler: got ReduceLROnPlateau, expected a schedule whose step() needs no metric. Step "
+            "it yourself, over engine.optimizer."
+        )
+    groups = getattr(getattr(made, "optimizer", None), "param_groups", optimizer.param_groups)
+    if groups is not optimizer.param_groups:
+        raise ConfigError(
+            "[scheduler] lr_scheduler: got one over another optimizer than the engine's, so it would change nothing. "
+            "Hand that optimizer to the engine too, or give a function of the optimizer that returns the schedule."
+        )
     return made
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
 from zerocore._accumulation import Accumulation, Loop
 from zerocore.config import Config
+from zerocore.errors import ConfigError
 
 
 def accumulation(*, rank=0, world_size=3, managed=True):
@@ -36,6 +36,13 @@ def test_pytorchs_rule_averages_over_ranks_only(micro_steps, divisor):
     a = accumulation(managed=False)
     a.micro_steps = micro_steps
     assert a.divisor() == divisor
+
+
+def test_several_losses_on_ranks_with_unequal_micro_batches_cannot_be_guessed():
+    a = accumulation()
+    a.micro_steps = 2
+    with pytest.raises(ConfigError, match=r"\[engine\] 2 forward-backward pairs came before the first step\(\)"):
+        a.decide()
 
 
 def test_boundaries():

@@ -403,17 +403,184 @@ def test_initialize_has_deepspeeds_shape():
 
 
 def test_after_a_failed_backward_nothing_is_stepped_by_mistake():
-    engine = zerocore.Engine(one_weight(), config())
-    out = engine(torch.ones(1, 1))
-    out.register_hook(lambda grad: 1 / 0)
+    model = torch.nn.Sequential(one_weight(), one_weight())
+    engine = zerocore.Engine(model, config())
+    hidden = model[0](torch.ones(1, 1))
+    hidden.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        engine.backward(out.sum())
+        engine.backward(model[1](hidden).sum())
     with pytest.raises(
         Error, match=r"\[engine\] an earlier backward\(\) failed \(ZeroDivisionError: division by zero\)"
     ):
         engine.step()
     with pytest.raises(Error, match="Build a new engine"):
         engine.backward(engine(torch.ones(1, 1)).sum())
+
+
+def test_a_backward_that_failed_before_any_gradient_can_be_tried_again():
+    engine = zerocore.Engine(one_weight(), config())
+    out = engine(torch.ones(1, 1))
+    handle = out.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(out.sum(), retain_graph=True)
+    handle.remove()
+    train(engine, 2)
+    assert engine.module.weight.item() == 7
+
+
+def test_gradients_are_dropped_by_the_engine_only():
+    for change in (
+        lambda p: setattr(p, "grad", None),
+        lambda p: p.grad.mul_(2),
+        lambda p: setattr(p, "grad", p.grad + 1),
+    ):
+        engine = zerocore.Engine(one_weight(), config())
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        change(engine.module.weight)
+        with pytest.raises(ConfigError, match=r"\[engine\] the gradient of weight was removed or changed between"):
+            engine.step()
+
+
+def test_a_gan_loop_drops_what_the_generator_left():
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    twins = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    for net, twin in zip(nets, twins, strict=True):
+        twin.load_state_dict(net.state_dict())
+    g, d = (zerocore.Engine(net, config()) for net in nets)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.5) for twin in twins]
+    for _ in range(3):
+        z = torch.randn(2, 3)
+        g.backward(d(g(z)).square().mean())
+        g.step()
+        d.zero_grad()
+        d.backward(d(g(z).detach()).abs().mean())
+        d.step()
+        (twins[1](twins[0](z))).square().mean().backward()
+        optimizers[0].step()
+        twins[1].zero_grad()
+        twins[1](twins[0](z).detach()).abs().mean().backward()
+        optimizers[1].step()
+        twins[0].zero_grad()
+        twins[1].zero_grad()
+    for net, twin in zip(nets, twins, strict=True):
+        torch.testing.assert_close(net.weight.detach(), twin.weight.detach())
+
+
+def test_zero_grad_inside_an_accumulation():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+    train(engine, 1)
+    engine.zero_grad()  # nothing is open
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigError, match=r"\[engine\] zero_grad: got a call in micro-step 2 of a step"):
+        engine.zero_grad()
+    loop = zerocore.Engine(one_weight(), config(managed_gradient_accumulation=False))
+    for factor in (5, 7):
+        loop.backward(loop(torch.full((1, 1), float(factor))).sum())
+    loop.zero_grad()
+    train(loop, 2)
+    assert loop.module.weight.item() == 7
+
+
+def test_model_and_engine_that_came_apart():
+    for part in (lambda e: setattr(e.module.weight, "data", torch.ones(1, 1)), lambda e: e.to(torch.bfloat16)):
+        engine = zerocore.Engine(one_weight(), config())
+        part(engine)
+        with pytest.raises(ConfigError, match=r"\[engine\] parameter weight no longer lies in the engine's memory"):
+            engine.backward(engine.module.weight.sum())
+    first = zerocore.Engine(one_weight(), config())
+    zerocore.Engine(first.module, config())
+    with pytest.raises(ConfigError, match="a second engine"):
+        first.backward(first(torch.ones(1, 1)).sum())
+    first.close()
+    with pytest.raises(ConfigError, match=r"\[engine\] the engine was closed"):
+        first.backward(first.module(torch.ones(1, 1)).sum())
+
+
+def test_a_parameter_unfrozen_later_is_warned_of_once(caplog):
+    model = torch.nn.ModuleDict({"frozen": one_weight(), "trained": one_weight()})
+    model["frozen"].weight.requires_grad_(False)
+    model.forward = lambda x: model["trained"](x)
+    engine = zerocore.Engine(model, config())
+    model["frozen"].weight.requires_grad_(True)
+    train(engine, 1, steps=2)
+    assert sum("frozen.weight requires a gradient now" in r.message for r in caplog.records) == 1
+
+
+def test_torch_notices_a_step_inside_a_live_graph():
+    model = torch.nn.Sequential(one_weight(), one_weight())
+    engine = zerocore.Engine(model, config())
+    loss = engine(torch.ones(1, 1)).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+
+
+def test_buffers_shared_by_modules_stay_shared():
+    model = torch.nn.ModuleList([one_weight(), one_weight()])
+    table = torch.zeros(3)
+    for module in model:
+        module.register_buffer("table", table)
+    zerocore.Engine(model, config(bf16={"enabled": True}))
+    assert model[0].table is model[1].table and model[0].table.dtype == torch.bfloat16
+
+
+def test_eval_mode_loops_of_pytorchs_kind_count_micro_batches():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+    engine.eval()
+    for _ in range(2):
+        for factor in (1, 3):
+            engine.backward(engine(torch.full((1, 1), float(factor))).sum() / 2)
+        engine.step()
+    assert engine.global_steps == 2 and engine.module.weight.item() == 8 - 2 * 0.5 * 2
+
+
+def test_step_twice_inside_an_accumulation():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=3))
+    train(engine, 1)
+    with pytest.raises(ConfigError, match=r"\[engine\] step: no gradients"):
+        engine.step()
+
+
+def test_what_is_reported_after_a_step():
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2, gradient_clipping=1.0))
+    train(engine, 4, steps=2)
+    assert engine.was_step_applied()
+    report = engine.grad_norm_report()
+    assert (report.before, report.after) == (4.0, pytest.approx(1.0))
+    returned = engine.backward(engine(torch.full((1, 1), 2.0)).sum())
+    assert returned.item() == pytest.approx(engine.module.weight.item()) and not returned.requires_grad
+    engine.step()
+    assert not engine.was_step_applied()
+
+
+def test_optimizer_state_cannot_be_saved_yet_and_decay_is_each_groups_own():
+    model = torch.nn.ModuleList([one_weight(), one_weight()])
+    model.forward = lambda x: model[0](x) + model[1](x)
+    optimizer = torch.optim.Adam(
+        [{"params": [p], "decoupled_weight_decay": d} for p, d in zip(model.parameters(), (True, False), strict=True)],
+        lr=0.1,
+        weight_decay=0.5,
+    )
+    engine = zerocore.Engine(model, config(), optimizer=optimizer)
+    for call in (engine.optimizer.state_dict, lambda: engine.optimizer.load_state_dict({})):
+        with pytest.raises(UnsupportedError, match="in this version"):
+            call()
+    train(engine, 1)
+    assert model[0].weight.item() == pytest.approx(8 * 0.95 - 0.1)
+    assert model[1].weight.item() == pytest.approx(8 - 0.1)
+
+
+def test_schedulers_that_would_change_nothing():
+    model = one_weight()
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(ConfigError, match="over another optimizer than the engine's"):
+        zerocore.Engine(model, config(), lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(ConfigError, match="got ReduceLROnPlateau"):
+        zerocore.Engine(
+            model, config(), optimizer=other, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(other)
+        )
 
 
 def test_frozen_parameters_keep_their_dtype_under_fp32_and_are_cast_under_bf16():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zerocore
 from zerocore import _comm
-from zerocore.errors import ConfigError
+from zerocore.errors import ConfigError, UnsupportedError
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 
@@ -142,7 +142,7 @@ def test_ranks_with_different_configs():
 def test_ranks_with_different_models():
     with pytest.raises(
         ConfigError,
-        match=r"rank 0 has parameter weight: \(1, 3\) torch.float32 trainable; rank 1 has parameter weight: \(1, 4\)",
+        match=r"rank 0 has parameter weight: \(1, 3\) .*; rank 1 has parameter weight: \(1, 4\)",
     ):
         zerocore.Engine(torch.nn.Linear(3 + rank(), 1), config())
 
@@ -157,7 +157,7 @@ def test_ranks_with_different_buffers_or_frozen_parameters():
         zerocore.Engine(model, config())
     model = torch.nn.ModuleList([weight(1.0), weight(1.0)])
     model[rank()].weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"rank 0 has parameter 0.weight: \(1, 1\) torch.float32 frozen; rank 1 has"):
+    with pytest.raises(ConfigError, match=r"rank 0 has parameter 0.weight: \(1, 1\) torch.float32 frozen, strides"):
         zerocore.Engine(model, config())
 
 
@@ -169,6 +169,50 @@ def test_a_fillers_loss_is_not_blamed():
         engine.backward(engine(torch.full((1, 1), float("nan") if filler else 1.0)).sum())
         engine.step()
     assert engine.was_step_applied() and engine.module.weight.item() == 8 - 0.5
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_orders_of_elements():
+    model = weight(1.0)
+    model.weight = torch.nn.Parameter(torch.ones(2, 3) if rank() else torch.ones(3, 2).t())
+    with pytest.raises(ConfigError, match=r"strides \(1, 2\); rank 1 has parameter weight: .* strides \(3, 1\)"):
+        zerocore.Engine(model, config())
+
+
+@pytest.mark.ranks(2)
+def test_one_backward_through_two_engines_when_a_rank_takes_another_branch():
+    a = torch.nn.ModuleDict({"x": weight(8.0), "y": weight(8.0)})
+    a.forward = lambda x: a["x"](x) + (a["y"](x) if rank() == 0 else 0)
+    first, second = zerocore.Engine(a, config()), zerocore.Engine(weight(8.0), config())
+    for _ in range(3):
+        loss = (second(torch.ones(1, 1)) + first(torch.ones(1, 1))).sum()
+        second.backward(loss)
+        first.step()
+        second.step()
+    assert (a["x"].weight.item(), a["y"].weight.item(), second.module.weight.item()) == (6.5, 7.25, 6.5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_learning_rate_or_a_write_on_one_rank_only(stage):
+    engine = zerocore.Engine(weight(8.0), config(zero_optimization={"stage": stage}))
+    train(engine, 1)
+    engine.optimizer.param_groups[0]["lr"] = 0.5 + 0.1 * rank()
+    with pytest.raises(ConfigError, match=r"\[engine\] ranks step with different settings"):
+        train(engine, 1)
+    engine = zerocore.Engine(weight(8.0), config(zero_optimization={"stage": stage}))
+    if rank() == 1:
+        torch.nn.init.zeros_(engine.module.weight)
+    with pytest.raises(ConfigError, match="parameters written by hand on some rank"):
+        train(engine, 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_cannot_be_written_to():
+    model = weight(1.0)
+    model.register_buffer("table", torch.ones(1).expand(3))
+    with pytest.raises(UnsupportedError, match=r"\[engine\] buffers: got one of shape \(3,\) and strides \(0,\)"):
+        zerocore.Engine(model, config())
 
 
 SCRIPT = """

@@ -27,9 +27,8 @@ struct BufferView {
 
   // The `count` elements from `offset` on. Throws kInternal when they leave the view.
   BufferView slice(std::int64_t offset, std::int64_t count) const {
-    ZC_CHECK(offset >= 0 && count >= 0 && offset + count <= numel, kInternal,
-             "[base] slice leaves its buffer: got [", offset, ", ", offset + count,
-             "), expected within [0, ", numel, ")");
+    ZC_CHECK(offset >= 0 && count >= 0 && offset + count <= numel, kInternal, "[base] slice leaves its buffer: got [",
+             offset, ", ", offset + count, "), expected within [0, ", numel, ")");
     return {static_cast<std::byte*>(data) + offset * size_bytes(dtype), count, dtype, device};
   }
 

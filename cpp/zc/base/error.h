@@ -39,8 +39,8 @@ template <class... Parts>
 }  // namespace zc
 
 // Throws zc::Error of `kind` with the concatenated parts when `condition` is false.
-#define ZC_CHECK(condition, kind, ...)                       \
-  do {                                                       \
-    if (!(condition)) [[unlikely]]                           \
-      ::zc::fail(::zc::ErrorKind::kind, __VA_ARGS__);        \
+#define ZC_CHECK(condition, kind, ...)                \
+  do {                                                \
+    if (!(condition)) [[unlikely]]                    \
+      ::zc::fail(::zc::ErrorKind::kind, __VA_ARGS__); \
   } while (0)

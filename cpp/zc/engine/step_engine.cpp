@@ -1,6 +1,7 @@
 #include "zc/engine/step_engine.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "zc/math/exact_sum.h"
 
@@ -13,10 +14,29 @@ std::vector<int> group_indices(const std::vector<zero::ParamSpec>& params) {
   return out;
 }
 
+// A number made of the bits of everything that decides an update besides gradients and state (FNV-1a, 31 bits).
+std::int64_t digest(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings) {
+  std::uint64_t hash = 14695981039346656037ULL;
+  const auto mix = [&](std::initializer_list<double> values) {
+    for (double value : values) hash = (hash ^ std::bit_cast<std::uint64_t>(value)) * 1099511628211ULL;
+  };
+  for (const optim::Hyper& hyper : groups) {
+    if (const auto* a = std::get_if<math::AdamHyper>(&hyper)) {
+      mix({a->lr, a->beta1, a->beta2, a->eps, a->weight_decay, a->decoupled_weight_decay ? 1.0 : 0.0,
+           a->bias_correction ? 1.0 : 0.0});
+    } else {
+      const auto& s = std::get<math::SgdHyper>(hyper);
+      mix({s.lr, s.momentum, s.dampening, s.weight_decay, s.nesterov ? 1.0 : 0.0});
+    }
+  }
+  mix({divisor, max_norm, static_cast<double>(settings)});
+  return static_cast<std::int64_t>((hash ^ (hash >> 32)) & 0x7fffffff);
+}
+
 }  // namespace
 
-StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device& device, std::vector<zero::ParamSpec> params,
-                       std::vector<optim::Hyper> groups, const Options& options)
+StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device& device,
+                       std::vector<zero::ParamSpec> params, std::vector<optim::Hyper> groups, const Options& options)
     : comm_(std::move(comm)),
       device_(device),
       params_(std::move(params)),
@@ -25,10 +45,11 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
       optimizer_(std::move(groups), group_indices(params_)) {
   ZC_CHECK(options.stage >= 0 && options.stage <= 2, kUnsupported, "[engine] ZeRO stage ", options.stage,
            " is not available: got ", options.stage, ", expected 0, 1 or 2. Use stage 2.");
-  ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers, " buffers");
+  ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers,
+           " buffers");
   buckets_.resize(layout_.buckets().size());
   for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_bucket(static_cast<int>(b));
-  reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options.num_grad_buffers);
+  reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options.num_grad_buffers, memory_);
   for (const char* name : {"master_weights", "optimizer_state"}) bytes_.emplace(name, 0);
   gathers_.resize(buckets_.size());
   nonfinite_.resize(params_.size());
@@ -36,9 +57,9 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
 
 BufferView StepEngine::allocate(std::int64_t numel, DType dtype, const char* what, bool shared) {
   const std::int64_t bytes = numel * size_bytes(dtype);
-  memory_.push_back(shared ? comm_->allocate(bytes) : device_.allocate(bytes));
+  memory_->push_back(shared ? comm_->allocate(bytes) : device_.allocate(bytes));
   bytes_[what] += bytes;
-  return {memory_.back().get(), numel, dtype, device_.id()};
+  return {memory_->back().get(), numel, dtype, device_.id()};
 }
 
 void StepEngine::allocate_bucket(int index) {
@@ -52,7 +73,7 @@ void StepEngine::allocate_bucket(int index) {
   const std::int64_t owned_numel = policy_.shard_optimizer ? layout.shard_numel : layout.numel;
   const std::int64_t shard_in_owned = bucket.shard_offset - bucket.owned_offset;
   bucket.params = allocate(layout.numel, layout.dtype, "parameters", true);
-  param_memory_.push_back(memory_.back());
+  param_memory_.push_back(memory_->back());
   bucket.grads = allocate(owned_numel, DType::kF32, "gradient_accumulator", true);
   bucket.grad_shard = bucket.grads.slice(shard_in_owned, layout.shard_numel);
   bucket.master = layout.dtype == DType::kF32 ? bucket.params.slice(bucket.owned_offset, owned_numel)
@@ -100,11 +121,12 @@ void StepEngine::set_master(int param, BufferView values) {
                          bucket.master.slice(first - bucket.owned_offset, last - first), {});
 }
 
-StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm) {
+StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
+                            std::uint32_t settings) {
   ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   optimizer_.set_groups(groups);
   reducer_->wait();
-  StepResult result{measure(divisor, max_norm), {}};
+  StepResult result{measure(divisor, max_norm, digest(groups, divisor, max_norm, settings)), {}};
   if (result.scalars.skip) {
     result.nonfinite = nonfinite_params();
     zero_grad();
@@ -114,17 +136,25 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
     gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
+    gathers_[b].keep(memory_);
   }
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
     if (gather_grads) gathers_[b].wait();
-    device::OptimizerBuffers buffers{bucket.grads.as<float>(), bucket.master.as<float>(), bucket.states[0].as<float>(),
-                                     bucket.states[1].as<float>(), nullptr, bucket.params.dtype};
+    device::OptimizerBuffers buffers{bucket.grads.as<float>(),
+                                     bucket.master.as<float>(),
+                                     bucket.states[0].as<float>(),
+                                     bucket.states[1].as<float>(),
+                                     nullptr,
+                                     bucket.params.dtype};
     if (bucket.params.dtype != DType::kF32) {
       buffers.model = bucket.params.slice(bucket.owned_offset, bucket.master.numel).data;
     }
     optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
-    if (gathers_params()) gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
+    if (gathers_params()) {
+      gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
+      gathers_[b].keep(memory_);
+    }
   }
   for (comm::Work& work : gathers_) work.wait();
   reducer_->reset_used();
@@ -132,20 +162,25 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
 }
 
 // The exact norm over all ranks, and with it every scalar of the step.
-math::StepScalars StepEngine::measure(double divisor, double max_norm) {
+math::StepScalars StepEngine::measure(double divisor, double max_norm, std::int64_t settings) {
   math::ExactSum sum;
   std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
   for (const zero::Bucket& bucket : buckets_) {
     device_.kernels().square_sum(bucket.grad_shard.as<float>(), bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
-  std::array<std::int64_t, math::ExactSum::kNumLimbs + 1> message;
+  std::array<std::int64_t, math::ExactSum::kNumLimbs + 2> message;
   std::copy(sum.limbs().begin(), sum.limbs().end(), message.begin());
-  message.back() = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
+  message[math::ExactSum::kNumLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
+  message.back() = settings;
   comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm").wait();
+  ZC_CHECK(message.back() == settings * comm_->size(), kConfig,
+           "[engine] ranks step with different settings: got other learning rates, hyperparameters, numbers of "
+           "micro-batches or parameters written by hand on some rank, expected the same on all. Nothing was updated. "
+           "Change param_groups and parameters on every rank alike.");
   std::copy_n(message.begin(), math::ExactSum::kNumLimbs, sum.limbs().begin());
   sum.normalize();
-  return math::step_scalars(sum.to_double(), message.back() == 0, divisor, max_norm);
+  return math::step_scalars(sum.to_double(), message[math::ExactSum::kNumLimbs] == 0, divisor, max_norm);
 }
 
 std::vector<int> StepEngine::nonfinite_params() {

@@ -1,5 +1,5 @@
-// The model states of one engine and the optimizer step over them: reduce -> norm -> unscale and clip -> update -> gather,
-// one loop over buckets for every ZeRO stage.
+// The model states of one engine and the optimizer step over them: reduce -> norm -> unscale and clip -> update ->
+// gather, one loop over buckets for every ZeRO stage.
 //
 // Ownership: the engine allocates everything; parameter buffers are wrapped by the framework and must not be used after
 // the engine is gone unless their Memory is kept. One thread at a time. Collective calls must be made by all ranks
@@ -23,9 +23,9 @@
 namespace zc::engine {
 
 struct Options {
-  int stage = 0;                         // ZeRO stage, 0 to 2
-  std::int64_t bucket_numel = 1 << 23;   // elements
-  int num_grad_buffers = 2;              // bucket buffers in the gradient pool
+  int stage = 0;                        // ZeRO stage, 0 to 2
+  std::int64_t bucket_numel = 1 << 23;  // elements
+  int num_grad_buffers = 2;             // bucket buffers in the gradient pool
 };
 
 struct StepResult {
@@ -58,9 +58,11 @@ class StepEngine {
 
   zero::GradReducer& reducer() { return *reducer_; }
 
-  // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a parameter group.
-  // divisor: loss scale times micro-batches; max_norm 0: no clipping. Nothing is updated when a gradient is not finite. Collective.
-  StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm);
+  // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a
+  // parameter group. divisor: loss scale times micro-batches; max_norm 0: no clipping. Nothing is updated when a
+  // gradient is not finite. settings: a number that must be equal on all ranks, made of what else decides the update;
+  // when it or an argument differs, kConfig on all of them. Collective.
+  StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings);
 
   // Drops what was folded since the last step.
   void zero_grad();
@@ -76,7 +78,7 @@ class StepEngine {
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
   void set_master(int param, BufferView values);
   bool gathers_params() const { return policy_.shard_optimizer && comm_->size() > 1; }
-  math::StepScalars measure(double divisor, double max_norm);
+  math::StepScalars measure(double divisor, double max_norm, std::int64_t settings);
   std::vector<int> nonfinite_params();
 
   std::shared_ptr<comm::Communicator> comm_;
@@ -88,10 +90,11 @@ class StepEngine {
   std::vector<zero::Bucket> buckets_;
   std::vector<std::string> gather_labels_;
   std::vector<Memory> param_memory_;  // one a bucket
-  std::vector<Memory> memory_;        // all else
+  std::shared_ptr<std::vector<Memory>> memory_ =
+      std::make_shared<std::vector<Memory>>();  // all; held by what is in flight
   std::map<std::string, std::int64_t> bytes_;
   std::unique_ptr<zero::GradReducer> reducer_;
-  std::vector<comm::Work> gathers_;   // one a bucket, reused
+  std::vector<comm::Work> gathers_;  // one a bucket, reused
   std::vector<std::uint8_t> nonfinite_;
 };
 

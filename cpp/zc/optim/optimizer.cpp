@@ -27,14 +27,14 @@ Optimizer::Optimizer(std::vector<Hyper> groups, std::vector<int> group_of)
     ZC_CHECK(hyper.index() == groups_.front().index(), kInternal, "[optim] parameter groups of two optimizers");
   }
   for (int group : group_of_) {
-    ZC_CHECK(group >= 0 && group < static_cast<int>(groups_.size()), kInternal, "[optim] parameter group ", group, " of ",
-             groups_.size());
+    ZC_CHECK(group >= 0 && group < static_cast<int>(groups_.size()), kInternal, "[optim] parameter group ", group,
+             " of ", groups_.size());
   }
 }
 
 void Optimizer::set_groups(std::span<const Hyper> groups) {
-  ZC_CHECK(groups.size() == groups_.size(), kConfig, "[optim] the number of parameter groups changed: got ", groups.size(),
-           ", expected ", groups_.size(), ". Build a new engine to add groups.");
+  ZC_CHECK(groups.size() == groups_.size(), kConfig, "[optim] the number of parameter groups changed: got ",
+           groups.size(), ", expected ", groups_.size(), ". Build a new engine to add groups.");
   for (std::size_t i = 0; i < groups.size(); ++i) {
     ZC_CHECK(groups[i].index() == groups_[i].index(), kInternal, "[optim] group ", i, " changed its optimizer");
   }

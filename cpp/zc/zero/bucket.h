@@ -11,7 +11,8 @@
 
 namespace zc::zero {
 
-// What a ZeRO stage keeps as a shard (Rajbhandari et al. 2020, section 5). With the ordered reduction stages 1 and 2 keep the same.
+// What a ZeRO stage keeps as a shard (Rajbhandari et al. 2020, section 5). With the ordered reduction stages 1 and 2
+// keep the same.
 struct StagePolicy {
   bool shard_params = false;
   bool shard_grads = false;
@@ -21,14 +22,14 @@ struct StagePolicy {
 
 // "Owned" is the part of the bucket whose optimizer state this rank keeps: its shard, or all of it in stage 0.
 struct Bucket {
-  std::string label;               // "bucket 7 (layers.3.mlp.up.weight .. layers.3.norm.bias)"
-  std::int64_t owned_offset = 0;   // first owned element
-  std::int64_t shard_offset = 0;   // first element of this rank's shard
-  BufferView params;               // whole bucket, model dtype
-  BufferView grads;                // owned, fp32: the accumulator
-  BufferView grad_shard;           // the part of grads that reductions fold into
-  BufferView master;               // owned, fp32; for an fp32 model the owned part of params itself
-  std::array<BufferView, 2> states;     // owned, fp32; null when the optimizer keeps fewer
+  std::string label;                        // "bucket 7 (layers.3.mlp.up.weight .. layers.3.norm.bias)"
+  std::int64_t owned_offset = 0;            // first owned element
+  std::int64_t shard_offset = 0;            // first element of this rank's shard
+  BufferView params;                        // whole bucket, model dtype
+  BufferView grads;                         // owned, fp32: the accumulator
+  BufferView grad_shard;                    // the part of grads that reductions fold into
+  BufferView master;                        // owned, fp32; for an fp32 model the owned part of params itself
+  std::array<BufferView, 2> states;         // owned, fp32; null when the optimizer keeps fewer
   std::vector<device::Piece> pieces;        // of the owned part
   std::vector<device::Piece> shard_pieces;  // of the shard
 };

@@ -19,8 +19,8 @@ bool test_bit(const std::vector<std::int64_t>& words, std::size_t bit) {
 }  // namespace
 
 GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-                         std::span<const Bucket> buckets, int num_buffers)
-    : comm_(std::move(comm)), device_(device), layout_(layout), buckets_(buckets) {
+                         std::span<const Bucket> buckets, int num_buffers, std::shared_ptr<void> owner)
+    : comm_(std::move(comm)), device_(device), layout_(layout), buckets_(buckets), owner_(std::move(owner)) {
   std::int64_t largest = 0;
   std::size_t num_params = 0;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
@@ -68,7 +68,7 @@ void GradReducer::begin_micro_step(bool has_micro_batch) {
   }
 }
 
-std::span<const int> GradReducer::ready(int param, BufferView grad) {
+std::span<const int> GradReducer::ready(int param, BufferView grad, bool may_launch) {
   ZC_CHECK(open_, kInternal, "[zero] a gradient arrived outside a micro-step");
   const auto p = static_cast<std::size_t>(param);
   const auto b = static_cast<std::size_t>(layout_.location(param).bucket);
@@ -83,7 +83,8 @@ std::span<const int> GradReducer::ready(int param, BufferView grad) {
     return just_launched_;
   }
   if (arrivals_[p] == expected_[p]) --missing_[b];
-  while (next_in_order_ < order_.size() && missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0) {
+  while (may_launch && next_in_order_ < order_.size() &&
+         missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0) {
     launch(order_[next_in_order_++], false);
   }
   return just_launched_;
@@ -119,13 +120,13 @@ void GradReducer::launch(int bucket, bool late_only) {
   }
   for (const Placement& placement : layout.placements) {
     BufferView& grad = grads_[static_cast<std::size_t>(placement.param)];
-    const bool take = grad.data != nullptr && has_micro_batch_ &&
-                      (!late_only || late_[static_cast<std::size_t>(placement.param)]);
+    const bool take =
+        grad.data != nullptr && has_micro_batch_ && (!late_only || late_[static_cast<std::size_t>(placement.param)]);
     if (alone) {
       if (take) {
         const void* source[] = {grad.data};
-        device_.kernels().fold(source, layout.dtype,
-                               buckets_[b].grad_shard.slice(placement.offset, placement.numel), {});
+        device_.kernels().fold(source, layout.dtype, buckets_[b].grad_shard.slice(placement.offset, placement.numel),
+                               {});
       }
     } else if (take) {
       device_.copy(grad, staging.slice(placement.offset, placement.numel), {});
@@ -134,7 +135,10 @@ void GradReducer::launch(int bucket, bool late_only) {
     }
     grad = {};
   }
-  if (!alone) buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b]);
+  if (!alone) {
+    buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b]);
+    buffer->work.keep(std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_));
+  }
   launched_[b] = 1;
   just_launched_.push_back(bucket);
 }

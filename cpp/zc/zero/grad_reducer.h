@@ -1,12 +1,13 @@
 // Takes gradients as backward produces them and folds them, bucket by bucket, into the fp32 accumulators.
 //
 // Note: one arrival rule. Within a micro-step a parameter's gradient may arrive several times (several backwards); the
-// framework sums arrivals in the gradient's own dtype, and that sum is folded once. The first micro-step records how often each
-// parameter arrives and in which order buckets complete; ranks agree on the maximum and on rank 0's order, and buckets are
-// launched at its end. From then on a bucket is launched as soon as its parameters have arrived as often as
-// recorded, always in the recorded order; end_micro_step() launches the rest. So every bucket is launched exactly once a micro-step on
-// every rank, used or not, whatever branch a rank took. An arrival after its bucket's launch is late: ranks learn of it
-// in the exchange that ends the micro-step, one extra round of launches carries it, and the next micro-step records anew.
+// framework sums arrivals in the gradient's own dtype, and that sum is folded once. The first micro-step records how
+// often each parameter arrives and in which order buckets complete; ranks agree on the maximum and on rank 0's order,
+// and buckets are launched at its end. From then on a bucket is launched as soon as its parameters have arrived as
+// often as recorded, always in the recorded order; end_micro_step() launches the rest. So every bucket is launched
+// exactly once a micro-step on every rank, used or not, whatever branch a rank took. An arrival after its bucket's
+// launch is late: ranks learn of it in the exchange that ends the micro-step, one extra round of launches carries it,
+// and the next micro-step records anew.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +25,10 @@ namespace zc::zero {
 class GradReducer {
  public:
   // buckets: of `layout`, with grad_shard set; must outlive the reducer. num_buffers: bucket buffers in the pool; one
-  // is filled while the others are in flight. With one rank gradients are folded from where they lie and there is no pool.
+  // is filled while the others are in flight. With one rank gradients are folded from where they lie and there is no
+  // pool. owner: keeps the accumulators' memory alive; every reduction in flight holds it.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-              std::span<const Bucket> buckets, int num_buffers);
+              std::span<const Bucket> buckets, int num_buffers, std::shared_ptr<void> owner);
 
   std::int64_t pool_bytes() const { return pool_bytes_; }
 
@@ -35,10 +37,12 @@ class GradReducer {
   void begin_micro_step(bool has_micro_batch);
   bool in_micro_step() const { return open_; }
 
-  // A gradient has arrived (or grew): `grad` holds the sum of this micro-step's arrivals that have not been launched. The
-  // memory must stay as it is until the parameter's bucket is launched. Returns the buckets launched by this call: their
-  // gradients have been copied and may be freed. The span is valid until the next call.
-  std::span<const int> ready(int param, BufferView grad);
+  // A gradient has arrived (or grew): `grad` holds the sum of this micro-step's arrivals that have not been launched.
+  // The memory must stay as it is until the parameter's bucket is launched. Returns the buckets launched by this call:
+  // their gradients have been copied and may be freed. The span is valid until the next call. may_launch false: only
+  // notes the arrival; when one backward serves several engines, launching from its hooks would let ranks launch in
+  // other orders.
+  std::span<const int> ready(int param, BufferView grad, bool may_launch = true);
 
   // Launches what is left and exchanges usage. All gradients have been copied on return. Returns the parameters with a
   // late arrival on any rank (empty in a correct run). Collective.
@@ -60,6 +64,7 @@ class GradReducer {
   device::Device& device_;
   const ShardLayout& layout_;
   std::span<const Bucket> buckets_;
+  std::shared_ptr<void> owner_;
   std::vector<std::string> labels_;
 
   struct Buffer {
@@ -73,20 +78,20 @@ class GradReducer {
   bool open_ = false;
   bool recording_ = true;
   bool has_micro_batch_ = true;
-  std::vector<std::int64_t> expected_;   // arrivals a parameter, as recorded
-  std::vector<int> order_;               // buckets, as recorded
-  std::vector<std::int64_t> arrivals_;   // in this micro-step
-  std::vector<BufferView> grads_;        // not launched yet; data null when none
+  std::vector<std::int64_t> expected_;  // arrivals a parameter, as recorded
+  std::vector<int> order_;              // buckets, as recorded
+  std::vector<std::int64_t> arrivals_;  // in this micro-step
+  std::vector<BufferView> grads_;       // not launched yet; data null when none
   std::vector<std::uint8_t> late_;
-  std::vector<int> missing_;             // parameters a bucket still waits for
+  std::vector<int> missing_;  // parameters a bucket still waits for
   std::vector<std::uint8_t> launched_;
   std::size_t next_in_order_ = 0;
   std::int64_t clock_ = 0;
   std::vector<std::int64_t> last_arrival_;  // of a bucket, on clock_
   std::vector<int> just_launched_;
-  std::vector<std::uint8_t> used_here_;     // by this rank in this micro-step
-  std::vector<std::uint8_t> used_;          // by any rank in this step
-  std::vector<std::int64_t> exchange_;      // bit sets that travel
+  std::vector<std::uint8_t> used_here_;  // by this rank in this micro-step
+  std::vector<std::uint8_t> used_;       // by any rank in this step
+  std::vector<std::int64_t> exchange_;   // bit sets that travel
 };
 
 }  // namespace zc::zero

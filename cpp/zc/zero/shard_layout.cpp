@@ -8,7 +8,9 @@
 namespace zc::zero {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // Where a parameter of `numel` elements may start at or after `cursor`.
 std::int64_t place(std::int64_t cursor, std::int64_t numel) {
@@ -52,8 +54,8 @@ ShardLayout::ShardLayout(std::span<const ParamSpec> params, int num_shards, std:
 }
 
 std::vector<device::Piece> ShardLayout::pieces(int bucket, std::int64_t begin, std::int64_t end) const {
-  ZC_CHECK(begin % kBlockNumel == 0 && end % kBlockNumel == 0, kInternal, "[zero] shard cut off a block boundary: [", begin,
-           ", ", end, ")");
+  ZC_CHECK(begin % kBlockNumel == 0 && end % kBlockNumel == 0, kInternal, "[zero] shard cut off a block boundary: [",
+           begin, ", ", end, ")");
   std::vector<device::Piece> out;
   for (const Placement& p : buckets_[static_cast<std::size_t>(bucket)].placements) {
     const std::int64_t first = std::max(begin, p.offset);

@@ -56,8 +56,8 @@ class ShardLayout {
   };
   Location location(int param) const { return locations_[static_cast<std::size_t>(param)]; }
 
-  // The parts of parameters that lie in elements [begin, end) of a bucket; Piece::offset counts from begin, Piece::slot is
-  // the parameter. begin and end must be multiples of kBlockNumel.
+  // The parts of parameters that lie in elements [begin, end) of a bucket; Piece::offset counts from begin, Piece::slot
+  // is the parameter. begin and end must be multiples of kBlockNumel.
   std::vector<device::Piece> pieces(int bucket, std::int64_t begin, std::int64_t end) const;
 
  private:

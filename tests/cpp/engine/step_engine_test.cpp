@@ -28,7 +28,8 @@ struct Setting {
   int steps = 3;
 };
 
-// The gradient of one micro-batch: the same numbers whichever rank computes them. Parameter 3 is unused in odd micro-batches.
+// The gradient of one micro-batch: the same numbers whichever rank computes them. Parameter 3 is unused in odd
+// micro-batches.
 std::vector<float> gradient(int step, int micro_batch, int param) {
   std::mt19937 random(static_cast<unsigned>(step * 1000003 + micro_batch * 1009 + param));
   std::normal_distribution<float> normal;
@@ -39,8 +40,9 @@ std::vector<float> gradient(int step, int micro_batch, int param) {
 
 std::vector<std::byte> in_dtype(const std::vector<float>& values, DType dtype) {
   std::vector<std::byte> out(values.size() * static_cast<std::size_t>(size_bytes(dtype)));
-  device::cpu_kernels().cast({const_cast<float*>(values.data()), static_cast<std::int64_t>(values.size()), DType::kF32, {}},
-                             {out.data(), static_cast<std::int64_t>(values.size()), dtype, {}}, {});
+  device::cpu_kernels().cast(
+      {const_cast<float*>(values.data()), static_cast<std::int64_t>(values.size()), DType::kF32, {}},
+      {out.data(), static_cast<std::int64_t>(values.size()), dtype, {}}, {});
   return out;
 }
 
@@ -51,8 +53,8 @@ std::vector<zero::ParamSpec> specs(DType dtype) {
 }
 
 std::unique_ptr<StepEngine> make_engine(std::shared_ptr<comm::Communicator> comm, const Setting& s) {
-  auto engine = std::make_unique<StepEngine>(comm, device::cpu_device(), specs(s.dtype), std::vector<optim::Hyper>{s.hyper},
-                                             s.options);
+  auto engine = std::make_unique<StepEngine>(comm, device::cpu_device(), specs(s.dtype),
+                                             std::vector<optim::Hyper>{s.hyper}, s.options);
   for (int p = 0; p < static_cast<int>(std::size(kNumels)); ++p) {
     std::vector<float> values = gradient(-1, comm->rank() == 0 ? 0 : 99, p);  // other ranks' values must be replaced
     engine->load_param(p, {values.data(), kNumels[p], DType::kF32, {}});
@@ -91,7 +93,7 @@ std::vector<std::byte> train(const Setting& s) {
     const int micro_steps = (s.micro_batches + s.num_ranks - 1) / s.num_ranks;
     for (int step = 0; step < s.steps; ++step) {
       for (int k = 0; k < micro_steps; ++k) run_micro_step(*engine, s, rank, step, k);
-      const StepResult result = engine->step(std::vector<optim::Hyper>{s.hyper}, s.micro_batches, s.max_norm);
+      const StepResult result = engine->step(std::vector<optim::Hyper>{s.hyper}, s.micro_batches, s.max_norm, 0);
       EXPECT_EQ(result.scalars.skip, 0u);
     }
     results[static_cast<std::size_t>(rank)] = params_of(*engine, s.dtype);
@@ -113,8 +115,8 @@ TEST(StepEngineTest, SameBitsForEveryStageNumberOfRanksAndBucketSize) {
           for (std::int64_t bucket_numel : {1, 3000, 1 << 20}) {
             setting.num_ranks = num_ranks;
             setting.options = {stage, bucket_numel, 2};
-            EXPECT_EQ(train(setting), expected) << name(dtype) << " ranks " << num_ranks << " stage " << stage << " bucket "
-                                                << bucket_numel;
+            EXPECT_EQ(train(setting), expected)
+                << name(dtype) << " ranks " << num_ranks << " stage " << stage << " bucket " << bucket_numel;
           }
         }
       }
@@ -125,7 +127,8 @@ TEST(StepEngineTest, SameBitsForEveryStageNumberOfRanksAndBucketSize) {
 TEST(StepEngineTest, SgdOnExactNumbersGivesTheMeanGradient) {
   for (int num_ranks : {1, 2, 3}) {
     test::run_ranks(num_ranks, [&](std::shared_ptr<comm::Communicator> comm) {
-      StepEngine engine(comm, device::cpu_device(), {{"w", 2000, DType::kF32, 0}}, {SgdHyper{.lr = 0.5}}, {2, 1 << 20, 2});
+      StepEngine engine(comm, device::cpu_device(), {{"w", 2000, DType::kF32, 0}}, {SgdHyper{.lr = 0.5}},
+                        {2, 1 << 20, 2});
       std::vector<float> values(2000, 3.0f), grad(2000);
       engine.load_param(0, {values.data(), 2000, DType::kF32, {}});
       for (int k = 0; k < (4 + num_ranks - 1) / num_ranks; ++k) {
@@ -135,7 +138,7 @@ TEST(StepEngineTest, SgdOnExactNumbersGivesTheMeanGradient) {
         engine.reducer().ready(0, {grad.data(), 2000, DType::kF32, {}});
         engine.reducer().end_micro_step();
       }
-      const StepResult result = engine.step(std::vector<optim::Hyper>{SgdHyper{.lr = 0.5}}, 4, 0);
+      const StepResult result = engine.step(std::vector<optim::Hyper>{SgdHyper{.lr = 0.5}}, 4, 0, 0);
       EXPECT_EQ(result.scalars.grad_norm, std::sqrt(2000.0 * 36) / 4);
       const auto at = engine.param_memory(0);
       const float* param = reinterpret_cast<const float*>(at.memory.get() + at.offset_bytes);
@@ -157,7 +160,7 @@ TEST(StepEngineTest, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
       engine->reducer().begin_micro_step(true);
       engine->reducer().ready(4, {grad.data(), kNumels[4], DType::kF32, {}});
       engine->reducer().end_micro_step();
-      const StepResult result = engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1);
+      const StepResult result = engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0);
       EXPECT_EQ(result.scalars.skip, 1u);
       EXPECT_EQ(result.nonfinite, std::vector<int>{4});
       EXPECT_EQ(params_of(*engine, DType::kF32), before);
@@ -165,10 +168,51 @@ TEST(StepEngineTest, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
       // Nothing of it is left: a step of zero gradients over unused parameters moves nothing.
       engine->reducer().begin_micro_step(true);
       engine->reducer().end_micro_step();
-      EXPECT_EQ(engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1).scalars.grad_norm, 0);
+      EXPECT_EQ(engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0).scalars.grad_norm, 0);
       EXPECT_EQ(params_of(*engine, DType::kF32), before);
     });
   }
+}
+
+TEST(StepEngineTest, RanksThatStepWithOtherSettingsAreToldAndNothingIsUpdated) {
+  for (int differing : {0, 1, 2, 3}) {
+    EXPECT_THROW(test::run_ranks(3,
+                                 [&](std::shared_ptr<comm::Communicator> comm) {
+                                   Setting setting;
+                                   setting.num_ranks = 3;
+                                   setting.options = {differing % 3, 1 << 20, 2};
+                                   auto engine = make_engine(comm, setting);
+                                   const auto before = params_of(*engine, DType::kF32);
+                                   run_micro_step(*engine, setting, comm->rank(), 0, 0);
+                                   const bool other = comm->rank() == 1;
+                                   const AdamHyper hyper{.lr = differing == 0 && other ? 0.1 : 0.2};
+                                   EXPECT_THROW(
+                                       engine->step(std::vector<optim::Hyper>{hyper}, differing == 1 && other ? 2 : 3,
+                                                    differing == 2 && other ? 0.5 : 0, differing == 3 && other),
+                                       Error);
+                                   EXPECT_EQ(params_of(*engine, DType::kF32), before);
+                                   throw Error(ErrorKind::kInternal, "reached the end");
+                                 }),
+                 Error);
+  }
+}
+
+// The first momentum of a parameter must not move it again in a step in which nobody used it.
+TEST(StepEngineTest, UsageIsForgottenAfterAStep) {
+  test::run_ranks(2, [](std::shared_ptr<comm::Communicator> comm) {
+    Setting setting;
+    setting.num_ranks = 2;
+    setting.options = {2, 1 << 20, 2};
+    auto engine = make_engine(comm, setting);
+    run_micro_step(*engine, setting, comm->rank(), 0, 0);
+    engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 0, 0);
+    const auto before = params_of(*engine, DType::kF32);
+    engine->reducer().begin_micro_step(true);
+    engine->reducer().end_micro_step();
+    engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 0, 0);
+    EXPECT_EQ(params_of(*engine, DType::kF32), before);
+    for (std::int64_t steps : engine->param_steps()) EXPECT_EQ(steps, 1);
+  });
 }
 
 TEST(StepEngineTest, MemoryFollowsTheFormulas) {
@@ -200,7 +244,7 @@ TEST(StepEngineTest, TrafficIsTwicePsi) {
       engine.reducer().begin_micro_step(true);
       engine.reducer().ready(0, {grad.data(), kPsi, DType::kF32, {}});
       engine.reducer().end_micro_step();
-      engine.step(std::vector<optim::Hyper>{AdamHyper{}}, 4, 0);
+      engine.step(std::vector<optim::Hyper>{AdamHyper{}}, 4, 0, 0);
       const auto moved = [&](comm::Op op) {
         const auto i = static_cast<std::size_t>(op);
         return comm->counters()[i].elements - before[i].elements;

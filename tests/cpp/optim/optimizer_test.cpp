@@ -50,7 +50,8 @@ TEST(OptimizerTest, BiasCorrectionFollowsEachParametersOwnCount) {
   Optimizer optimizer({AdamHyper{.lr = 0.25, .eps = 0}}, {0, 0});
   std::vector<float> grad = {2, 2}, param = {1, 1}, m(2), v(2);
   const device::Piece pieces[] = {{0, 1, 0}, {1, 1, 1}};
-  const device::OptimizerBuffers buffers{.grad = grad.data(), .param = param.data(), .state1 = m.data(), .state2 = v.data()};
+  const device::OptimizerBuffers buffers{
+      .grad = grad.data(), .param = param.data(), .state1 = m.data(), .state2 = v.data()};
   const std::uint8_t first[] = {1, 0}, second[] = {0, 1};
   optimizer.begin_step(first);
   optimizer.update(kernels(), pieces, {}, buffers, {});

@@ -13,7 +13,8 @@ constexpr std::int64_t kNumel = 1024;
 
 // Three parameters, a bucket each (2, 1, 0 in bucket order), with the accumulators of this rank.
 struct Fixture {
-  std::vector<ParamSpec> params{{"a", kNumel, DType::kF32, 0}, {"b", kNumel, DType::kF32, 0}, {"c", kNumel, DType::kF32, 0}};
+  std::vector<ParamSpec> params{
+      {"a", kNumel, DType::kF32, 0}, {"b", kNumel, DType::kF32, 0}, {"c", kNumel, DType::kF32, 0}};
   ShardLayout layout;
   std::vector<Memory> memory;
   std::vector<Bucket> buckets;
@@ -29,7 +30,7 @@ struct Fixture {
       buckets[b].label = "bucket " + std::to_string(b);
       buckets[b].grad_shard = {memory.back().get(), shard, DType::kF32, {}};
     }
-    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, 2);
+    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, 2, nullptr);
   }
 
   std::vector<int> ready(int param, float value) {
@@ -65,6 +66,39 @@ TEST(GradReducerTest, LaunchesAtTheEndWhileRecordingThenInRecordedOrder) {
     if (f.rank == 0) {
       EXPECT_EQ(f.sum(0), 4);
     }
+  });
+}
+
+TEST(GradReducerTest, AnArrivalMayBeNotedWithoutLaunching) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    for (int step = 0; step < 2; ++step) {
+      f.reducer->begin_micro_step(true);
+      for (int p : {2, 1, 0}) {
+        f.grads[static_cast<std::size_t>(p)].assign(kNumel, 1);
+        const BufferView grad{f.grads[static_cast<std::size_t>(p)].data(), kNumel, DType::kF32, {}};
+        EXPECT_TRUE(f.reducer->ready(p, grad, false).empty());
+      }
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(1), 4);
+    }
+  });
+}
+
+TEST(GradReducerTest, AFillerThatAloneUsesAParameterLeavesItUnusedAndIsNeverLate) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    for (int step = 0; step < 3; ++step) {
+      f.reducer->begin_micro_step(f.rank == 0);
+      for (int p : {2, 1}) f.ready(p, 1);
+      if (f.rank == 1) f.ready(0, 1);
+      if (f.rank == 1 && step == 1) f.ready(2, 1);  // after its bucket went
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    EXPECT_EQ(f.reducer->used()[0], 0);
+    EXPECT_EQ(f.reducer->used()[2], 1);
   });
 }
 
