@@ -1,0 +1,115 @@
+"""The engines that bench_step.py compares, each as a function that makes a training step of a model.
+
+All train the same way: AdamW with the same hyperparameters, the mean gradient over the ranks, clipped to the same norm.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Step = Callable[[torch.Tensor, torch.Tensor], float]  # (tokens, targets) -> this rank's loss
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+BARE = "bare torch"
+
+
+def make_bare(model: Any, micro_batch: int, world_size: int) -> Step:
+    """Torch alone, every rank for itself: the time that no engine can beat."""
+    return _torch_step(model, model)
+
+
+def make_ddp(model: Any, micro_batch: int, world_size: int) -> Step:
+    """torch.nn.parallel.DistributedDataParallel."""
+    return _torch_step(torch.nn.parallel.DistributedDataParallel(model), model)
+
+
+def make_fsdp2(model: Any, micro_batch: int, world_size: int) -> Step:
+    """torch.distributed.fsdp.fully_shard, a unit a block."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    return _torch_step(fully_shard(model), model)
+
+
+def _torch_step(wrapped: Any, model: Any) -> Step:
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = wrapped(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
+    """The engine of zerocore, with a ZeRO stage."""
+
+    def make(model: Any, micro_batch: int, world_size: int) -> Step:
+        import zerocore
+        from zerocore.config import Config, OptimizerConfig, ZeroConfig
+
+        config = Config(
+            micro_batch_size=micro_batch,
+            gradient_clipping=MAX_NORM,
+            optimizer=OptimizerConfig(type="adamw", lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+            zero=ZeroConfig(stage=stage),
+        )
+        return _engine_step(zerocore.Engine(model, config))
+
+    return make
+
+
+def make_deepspeed(stage: int) -> Callable[[Any, int, int], Step]:
+    """DeepSpeed with a ZeRO stage and the optimizer that its configuration names."""
+
+    def make(model: Any, micro_batch: int, world_size: int) -> Step:
+        # Without LOCAL_SIZE its shared-memory collectives are not set up; the launcher of its own sets it.
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size)}
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        adamw = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        config = {
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_clipping": MAX_NORM,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": adamw},
+            "steps_per_print": 10**9,
+        }
+        deepspeed.init_distributed("gloo")
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return _engine_step(engine)
+
+    return make
+
+
+def _engine_step(engine: Any) -> Step:
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def engines() -> dict[str, Callable[[Any, int, int], Step]]:
+    """The makers by name, of what is installed: (model, micro_batch, world_size) -> step."""
+    found: dict[str, Callable[[Any, int, int], Step]] = {BARE: make_bare}
+    found |= {f"zerocore stage {stage}": make_zerocore(stage) for stage in (0, 1, 2)}
+    found |= {"DDP": make_ddp, "FSDP2": make_fsdp2}
+    if importlib.util.find_spec("deepspeed"):
+        found |= {f"DeepSpeed stage {stage}": make_deepspeed(stage) for stage in (1, 2)}
+    return found

@@ -1,0 +1,49 @@
+"""The step benchmark: it runs every engine that is installed, verifies their losses, and writes what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+
+import bench_step
+import pytest
+
+# Not DeepSpeed, which may be installed: it would compile for minutes.
+ENGINES = ["zerocore stage 0", "zerocore stage 1", "zerocore stage 2", "DDP", "FSDP2"]
+TINY = "--layers=1 --hidden=32 --heads=2 --seq=16 --vocab=64 --micro-batch=2 --steps=2 --blocks=3"
+
+
+def run(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *TINY.split(), *flags])
+    return bench_step.main()
+
+
+def test_all_engines_train_the_same_and_the_figures_are_written(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    assert run(monkeypatch, "--no-memory", "--json", str(file), "--engines", *ENGINES) == 0
+    rows = {row["engine"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["bare torch", *ENGINES]
+    for row in rows.values():
+        assert 0 < row["ratio_lowest"] <= row["ratio_to_bare"] <= row["ratio_highest"]
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
+        assert 3 < row["loss"] < 5
+    assert "zerocore stage 2" in capsys.readouterr().out
+
+
+def test_memory_is_measured_in_jobs_of_their_own(monkeypatch, tmp_path):
+    file = tmp_path / "figures.json"
+    assert run(monkeypatch, "--json", str(file), "--engines", "zerocore stage 1") == 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert 50e6 < row["libraries_pss_bytes"] < row["peak_pss_bytes"] < 2e9
+
+
+def test_losses_that_differ_fail(capsys):
+    args = Namespace(
+        ranks=2, threads=1, layers=1, hidden=1, seq=1, micro_batch=1, vocab=1, steps=1, blocks=1, json=None
+    )
+    times = {
+        name: {"seconds": [1.0], "loss": loss} for name, loss in [("bare torch", 9.0), ("DDP", 4.0), ("FSDP2", 4.01)]
+    }
+    assert bench_step.report(args, times, memory={}) == 1
+    assert "NOT as expected" in capsys.readouterr().out
