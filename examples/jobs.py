@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -76,3 +77,15 @@ def join_torch_distributed() -> tuple[int, int]:
     os.environ |= environment | {"WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.rank)}
     torch.distributed.init_process_group("gloo")
     return world.rank, world.size
+
+
+def leave_torch_distributed() -> None:
+    """Waits for all ranks and abandons the group.
+
+    It is never destroyed: torch keeps references to it (in caches and default arguments), by which it would be taken
+    down while the interpreter shuts down, where its threads then abort the process now and then (torch 2.13).
+    """
+    import torch
+
+    torch.distributed.barrier()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))

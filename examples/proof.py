@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 import zerocore
 from gpt import GPT, decay_groups
-from jobs import JobError, join_torch_distributed, run_job, send_result
+from jobs import JobError, join_torch_distributed, leave_torch_distributed, run_job, send_result
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -119,7 +119,7 @@ def work() -> None:
         model = train(GPT(layers=2, hidden=64, heads=2, seq=SEQ), batches)
         if rank == 0:
             send_result([name, zerocore.utils.params_sha256(model)])
-    torch.distributed.destroy_process_group()
+    leave_torch_distributed()
 
 
 def report(found: dict[int, dict[str, str]]) -> int:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import peers
 from gpt import GPT
-from jobs import JobError, join_torch_distributed, run_job, send_result
+from jobs import JobError, join_torch_distributed, leave_torch_distributed, run_job, send_result
 from rich.console import Console
 from rich.table import Table
 
@@ -75,7 +75,7 @@ def measure_times(args: argparse.Namespace) -> None:
     if rank == 0:
         means = (last / world_size).tolist()
         send_result({name: {"seconds": seconds[name], "loss": loss} for name, loss in zip(steps, means, strict=True)})
-    torch.distributed.destroy_process_group()
+    leave_torch_distributed()
 
 
 def measure_memory(args: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
     if rank == 0:
         send_result(both.tolist())
-    torch.distributed.destroy_process_group()
+    leave_torch_distributed()
 
 
 def pss_bytes() -> int:

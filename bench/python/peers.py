@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]  # (tokens, targets) -> this rank's loss
 
@@ -31,8 +32,6 @@ def make_ddp(model: Any, micro_batch: int, world_size: int) -> Step:
 
 def make_fsdp2(model: Any, micro_batch: int, world_size: int) -> Step:
     """torch.distributed.fsdp.fully_shard, a unit a block."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in model.blocks:
         fully_shard(block)
     return _torch_step(fully_shard(model), model)

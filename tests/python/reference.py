@@ -1,104 +1,97 @@
-"""The oracle: training on one process in plain fp32 torch operations, in the order that docs/numerics.md documents.
+"""What training must compute: one process, plain fp32 torch operations, every micro-batch in order (docs/numerics.md)."""
 
-Every result must be equal to it bit by bit, whatever the stage, the number of ranks and the bucket size. It shares no
-code with the core; scalars are Python doubles, rounded once to fp32.
-"""
+from __future__ import annotations
 
 import math
 
 import torch
-from zerocore._random import named_generator
+
+F64, F32 = torch.float64, torch.float32
 
 
-def train(model, optimizer, steps, *, dtype=torch.float32, max_norm=0.0, loss_scale=1.0, seed=1234):
-    """Trains `model` in place and returns the steps' gradient norms (before clipping).
-
-    Args:
-        model: its forward maps a micro-batch to a loss.
-        optimizer: a fresh torch.optim.AdamW, Adam or SGD over the model: groups and hyperparameters are read, it is
-            never stepped.
-        steps: for each step its micro-batches, in global order.
-        dtype: of the model; masters are fp32.
-        max_norm: of gradient clipping; 0 switches it off.
-        loss_scale: constant.
-        seed: names the random numbers of dropout.
-    """
-    masters = {p: p.detach().float().clone() for group in optimizer.param_groups for p in group["params"]}
-    model.to(dtype)
-    states = {p: {"step": 0} for p in masters}
-    norms = []
-    for number, micro_batches in enumerate(steps):
-        sums, used = {p: torch.zeros_like(master) for p, master in masters.items()}, set()
-        for j, micro_batch in enumerate(micro_batches):
-            with named_generator(seed, number, j, 0):
-                loss = model(micro_batch)
-            (loss if loss_scale == 1 else loss.float() * loss_scale).backward()
-            for p in [p for p in masters if p.grad is not None]:
-                sums[p] = sums[p] + p.grad.float()
-                used.add(p)
-                p.grad = None
-        divisor = len(micro_batches) * loss_scale
-        square_sum = math.fsum(block for total in sums.values() for block in block_square_sums(total))
-        norms.append(math.sqrt(square_sum) / divisor)
-        if not math.isfinite(square_sum):
-            continue
-        clip = min(1.0, max_norm / (norms[-1] + 1e-6)) if max_norm > 0 else 1.0
-        update = sgd if isinstance(optimizer, torch.optim.SGD) else adam
-        for group in optimizer.param_groups:
-            for p in [p for p in group["params"] if p in used]:
-                states[p]["step"] += 1
-                decoupled = isinstance(optimizer, torch.optim.AdamW)
-                masters[p] = update(masters[p], sums[p] * fp32(clip / divisor), states[p], group, decoupled)
-                p.data.copy_(masters[p])
-    return norms
+def block_square_sums(x):
+    """fp64 sums of squares of the 1024-element blocks of a gradient: 16 lanes in order, then added by halves."""
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 1024)).view(-1, 64, 16).to(F64).square()
+    lanes = blocks[:, 0].clone()
+    for row in range(1, 64):
+        lanes += blocks[:, row]
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+    return lanes[:, 0].tolist()
 
 
-def fp32(value):
-    """A double, rounded to fp32 once."""
-    return torch.tensor(value, dtype=torch.float32)
+def rounded(value):
+    """A double, rounded once to fp32."""
+    return torch.tensor(value, dtype=F32)
 
 
-def block_square_sums(total):
-    """The sum of squares of each block of 1024 elements: 16 lanes in fp64, then the lanes by halves."""
-    blocks = torch.nn.functional.pad(total.flatten().double(), (0, -total.numel() % 1024)).view(-1, 64, 16)
-    lanes = torch.zeros(len(blocks), 16, dtype=torch.float64)
-    for row in range(64):
-        lanes = lanes + blocks[:, row] * blocks[:, row]
-    while lanes.shape[1] > 1:
-        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
-    return lanes.flatten().tolist()
+def root(x):
+    """Correctly rounded, as IEEE 754 has it; torch's fp32 sqrt may be off by one unit in the last place."""
+    return x.to(F64).sqrt().to(F32)
 
 
 def power(base, exponent):
-    """base ** exponent by integer squaring."""
+    """By squaring, in double."""
     result = 1.0
     while exponent:
-        result, base, exponent = result * base if exponent & 1 else result, base * base, exponent >> 1
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
     return result
 
 
-def adam(param, grad, state, group, decoupled):
-    """AdamW (decoupled) or Adam with L2. Returns the new parameter."""
-    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-    if not decoupled:
-        grad = grad + fp32(decay) * param
-    state.setdefault("m", torch.zeros_like(param))
-    state.setdefault("v", torch.zeros_like(param))
-    state["m"] = fp32(beta1) * state["m"] + fp32(1 - beta1) * grad
-    state["v"] = fp32(beta2) * state["v"] + (fp32(1 - beta2) * grad) * grad
-    step_size = fp32(lr / (1 - power(beta1, state["step"])))
-    root = state["v"].double().sqrt().float()  # correctly rounded, which torch's fp32 sqrt (of MKL) is not
-    denominator = root * fp32(1 / math.sqrt(1 - power(beta2, state["step"]))) + fp32(group["eps"])
-    return fp32(1 - lr * decay if decoupled else 1.0) * param - step_size * (state["m"] / denominator)
+class Reference:
+    """Trains `model` (already in its dtype) on losses of micro-batches; `masters` are its parameters' fp32 values.
 
+    Args:
+        hyper: what an optimizer config holds, of type "adamw", "adam" or "sgd".
+        max_norm: gradient clipping; 0 is off.
+        scale: the loss scale.
+    """
 
-def sgd(param, grad, state, group, _):
-    """SGD, with momentum and Nesterov momentum. Returns the new parameter."""
-    momentum = group["momentum"]
-    grad = grad + fp32(group["weight_decay"]) * param
-    if momentum:
-        first = state["step"] == 1
-        kept = grad if first else fp32(momentum) * state["m"] + fp32(1 - group["dampening"]) * grad
-        state["m"] = kept
-        grad = grad + fp32(momentum) * kept if group["nesterov"] else kept
-    return param - fp32(group["lr"]) * grad
+    def __init__(self, model, masters, *, hyper, max_norm=0.0, scale=1.0):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = masters
+        self.hyper, self.max_norm, self.scale = hyper, max_norm, scale
+        self.state = [[torch.zeros_like(m), torch.zeros_like(m)] for m in masters]
+        self.steps = [0] * len(masters)
+
+    def step(self, losses):
+        """One optimizer step over the step's micro-batches; losses: functions that compute each one's loss."""
+        sums, used = [torch.zeros_like(m) for m in self.masters], [False] * len(self.masters)
+        for loss in losses:
+            (loss().float() * self.scale).backward()
+            for i, p in enumerate(self.params):
+                if p.grad is not None:
+                    sums[i] += p.grad.float()
+                    used[i], p.grad = True, None
+        divisor = self.scale * len(losses)
+        norm = math.sqrt(math.fsum(s for x in sums for s in block_square_sums(x))) / divisor
+        clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        for i in range(len(sums)):
+            if used[i]:
+                self.steps[i] += 1
+                self.update(i, sums[i] * rounded(clip / divisor))
+        with torch.no_grad():
+            for p, m in zip(self.params, self.masters, strict=True):
+                p.copy_(m)
+
+    def update(self, i, g):
+        h, t, p, (s1, s2) = self.hyper, self.steps[i], self.masters[i], self.state[i]
+        if h["type"] == "sgd":
+            g = g + rounded(h["weight_decay"]) * p
+            direction = g
+            if h["momentum"]:
+                s1.copy_(g if t == 1 else rounded(h["momentum"]) * s1 + rounded(1 - h["dampening"]) * g)
+                direction = g + rounded(h["momentum"]) * s1 if h["nesterov"] else s1
+            p.copy_(p - rounded(h["lr"]) * direction)
+            return
+        b1, b2 = h["betas"]
+        decoupled = h["type"] == "adamw"
+        g = g + rounded(0.0 if decoupled else h["weight_decay"]) * p
+        s1.copy_(rounded(b1) * s1 + rounded(1 - b1) * g)
+        s2.copy_(rounded(b2) * s2 + (rounded(1 - b2) * g) * g)
+        denominator = root(s2) * rounded(1 / math.sqrt(1 - power(b2, t))) + rounded(h["eps"])
+        decay = rounded(1 - h["lr"] * h["weight_decay"] if decoupled else 1.0)
+        p.copy_(decay * p - rounded(h["lr"] / (1 - power(b1, t))) * (s1 / denominator))
