@@ -1,4 +1,4 @@
-"""What training must compute: one process, plain fp32 torch operations, every micro-batch in order (docs/numerics.md)."""
+"""What training must compute: one process, plain fp32 torch operations, micro-batches in order (docs/numerics.md)."""
 
 from __future__ import annotations
 
