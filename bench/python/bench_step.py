@@ -5,7 +5,8 @@
 One job holds all engines. They run in short blocks, shuffled anew in each round, so that whatever else the machine does
 hits all alike; "ratio" is the median over the rounds of an engine's time by that of bare torch in the same round, with
 the lowest and highest. Bare torch is the same ranks side by side without communication. All engines see the same data,
-and their losses at the end must agree, else the exit code is 1. Memory comes from a job of its own for each engine.
+and their losses at the end must agree, else the exit code is 1. Memory, libraries included, comes from a job of its own
+for each engine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import peers
 from gpt import GPT
 from jobs import JobError, join_torch_distributed, leave_torch_distributed, run_job, send_result
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -111,9 +113,11 @@ def pss_bytes() -> int:
 
 def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, list[int]]) -> int:
     """Prints the table and writes the JSON. Returns the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(
-        title=f"{args.ranks} ranks x {args.threads} thread, {args.layers} x {args.hidden}, vocabulary "
-        f"{args.vocab}, {args.micro_batch} x {args.seq} tokens a rank, fp32, {args.blocks} rounds of {args.steps} steps"
+        box=box.HEAVY_HEAD if console.is_terminal else box.ASCII,
+        title=f"{args.ranks} ranks x {args.threads} thread, {args.layers} x {args.hidden}, vocabulary {args.vocab}, "
+        f"{args.micro_batch} x {args.seq} tokens a rank, fp32, {args.blocks} rounds of {args.steps} steps",
     )
     for column in ("engine", "step ms", "tokens/s", "ratio to bare", "lowest - highest", "peak PSS MiB a rank", "loss"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
@@ -142,13 +146,13 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
             f"{memory[name][0] / 2**20:.0f}" if name in memory else "",
             f"{row['loss']:.5f}",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console.print(table)
     if args.json:
         args.json.write_text(
             json.dumps({"settings": {k: v for k, v in vars(args).items() if k != "json"}, "rows": rows}, indent=1)
         )
-    losses = {row["engine"]: row["loss"] for row in rows if row["engine"] != peers.BARE}
-    spread = max(losses.values()) / min(losses.values()) - 1
+    losses = torch.tensor([row["loss"] for row in rows if row["engine"] != peers.BARE] or [1.0], dtype=torch.float64)
+    spread = (losses.max() / losses.min() - 1).item()  # NaN if any is
     agree = spread <= LOSS_TOLERANCE
     print(
         f"losses of all engines but bare torch, whose ranks train apart: within {spread:.1e}, "

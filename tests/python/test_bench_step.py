@@ -38,12 +38,12 @@ def test_memory_is_measured_in_jobs_of_their_own(monkeypatch, tmp_path):
         assert 50e6 < row["libraries_pss_bytes"] < row["peak_pss_bytes"] < 2e9
 
 
-def test_losses_that_differ_fail(capsys):
+@pytest.mark.parametrize(("loss", "code"), [(4.001, 0), (4.01, 1), (float("nan"), 1)])
+def test_losses_that_differ_fail(capsys, loss, code):
     args = Namespace(
         ranks=2, threads=1, layers=1, hidden=1, seq=1, micro_batch=1, vocab=1, steps=1, blocks=1, json=None
     )
-    times = {
-        name: {"seconds": [1.0], "loss": loss} for name, loss in [("bare torch", 9.0), ("DDP", 4.0), ("FSDP2", 4.01)]
-    }
-    assert bench_step.report(args, times, memory={}) == 1
-    assert "NOT as expected" in capsys.readouterr().out
+    losses = {"bare torch": 9.0, "DDP": 4.0, "FSDP2": loss}
+    times = {name: {"seconds": [1.0], "loss": value} for name, value in losses.items()}
+    assert bench_step.report(args, times, memory={}) == code
+    assert ("NOT as expected" in capsys.readouterr().out) == (code == 1)
