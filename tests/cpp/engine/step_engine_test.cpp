@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "support/ranks.h"
 #include "zc/base/half.h"
@@ -212,6 +213,27 @@ TEST(StepEngineTest, UsageIsForgottenAfterAStep) {
     engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 0, 0);
     EXPECT_EQ(params_of(*engine, DType::kF32), before);
     for (std::int64_t steps : engine->param_steps()) EXPECT_EQ(steps, 1);
+  });
+}
+
+// What a reduction in flight reads and writes outlives the engine. (AddressSanitizer tells.)
+TEST(StepEngineTest, AnEngineMayGoWhileItsReductionsAreInFlight) {
+  test::run_ranks(2, [](std::shared_ptr<comm::Communicator> comm) {
+    Setting setting;
+    setting.num_ranks = 2;
+    setting.options = {2, 1 << 20, 2};
+    {
+      auto engine = make_engine(comm, setting);
+      run_micro_step(*engine, setting, comm->rank(), 0, 0);
+      if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 waits for this one
+      engine->reducer().begin_micro_step(true);
+      std::vector<std::vector<float>> grads;
+      for (int p = static_cast<int>(std::size(kNumels)) - 1; p >= 0; --p) {
+        grads.push_back(gradient(0, 0, p));
+        engine->reducer().ready(p, {grads.back().data(), kNumels[p], DType::kF32, {}});
+      }
+    }
+    comm->barrier("the reductions are over").wait();
   });
 }
 
