@@ -54,17 +54,6 @@ def local_rank() -> int:
     return _local_rank
 
 
-def gather_bytes(comm: Any, data: bytes, label: str) -> list[bytes]:
-    """Every rank's `data`, in rank order. Collective; `data` must be equally long on all ranks.
-
-    Args:
-        comm: the ranks to gather from.
-        data: what this rank contributes.
-        label: says in errors what is being done.
-    """
-    return list(comm.gather_bytes(data, label))
-
-
 def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
     mpi = _start_mpi(launch, timeout_ms)
     library = _first_line(mpi.Get_library_version())

@@ -27,7 +27,7 @@ def view(values, dtype):
 @pytest.mark.ranks(2, 4)
 def test_place(comm, world_size):
     assert (comm.backend, comm.size) == ("mpi", world_size)
-    assert _comm.gather_bytes(comm, bytes([comm.rank]), "ranks") == [bytes([r]) for r in range(world_size)]
+    assert comm.gather_bytes(bytes([comm.rank]), "ranks") == [bytes([r]) for r in range(world_size)]
     assert comm.all_reduce([_comm.local_rank()], _core.ReduceOp.sum, "local ranks") == [sum(range(world_size))]
     assert _comm.world() is comm
 

@@ -8,34 +8,8 @@ import math
 import pytest
 import torch
 import zerocore
+from one_weight import config, one_weight, train
 from zerocore.errors import ConfigError, Error, NonFiniteError, UnsupportedError
-
-SGD = {"type": "SGD", "params": {"lr": 0.5}}
-
-
-def config(**changes):
-    base = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": SGD,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 2},
-    }
-    return base | changes
-
-
-def one_weight(value=8.0):
-    model = torch.nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    return model
-
-
-def train(engine, factor, *, steps=1):
-    """The gradient of the weight is `factor`."""
-    for _ in range(steps):
-        engine.backward(engine(torch.full((1, 1), float(factor))).sum())
-        engine.step()
-
 
 # Accumulation
 
