@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 import warnings
 from pathlib import Path
 
@@ -178,6 +179,70 @@ def test_the_old_name_of_bf16():
     assert message_of(both) == "[config] bfloat16: got both this and its newer name bf16, expected one. Remove this."
 
 
+def test_stage_3():
+    zero = translated(
+        zero_optimization={
+            "stage": 3,
+            "stage3_max_live_parameters": 1e6,
+            "stage3_max_reuse_distance": 2e6,
+            "stage3_prefetch_bucket_size": 3e6,
+            "stage3_param_persistence_threshold": 4e6,
+            "stage3_model_persistence_threshold": sys.maxsize,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_module_granularity_threshold": 5000,
+            "leaf_module": {
+                "classes": ["Experts", "models.Block"],
+                "names": ["body.head"],
+                "name_suffixes": [".moe[0]"],
+            },
+        }
+    ).zero
+    assert zero == ZeroConfig(
+        stage=3,
+        max_live_numel=1_000_000,
+        max_reuse_numel=2_000_000,
+        prefetch_numel=3_000_000,
+        persistent_param_numel=4_000_000,
+        persistent_total_numel=sys.maxsize,
+        gather_16bit_weights_on_save=True,
+        unit_numel=5000,
+        unit_classes=("Experts", "models.Block"),
+        unit_names=("body.head", "*.moe[[]0]"),
+    )
+    assert translated(zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 0}).zero == ZeroConfig(
+        stage=3
+    )
+
+
+def test_keys_of_stage_3_are_accepted_with_every_stage():
+    zero = {"stage": 1, "stage3_prefetch_bucket_size": 5, "leaf_module": {"classes": []}}
+    assert translated(zero_optimization=zero).zero == ZeroConfig(stage=1, prefetch_numel=5)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [
+        ("fp32", "fp32"),
+        ("float32", "fp32"),
+        ("float", "fp32"),
+        ("fp16", "fp16"),
+        ("FP16", "fp16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        ("bf16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("bfp16", "bf16"),
+    ],
+)
+def test_dtypes_of_gradients(spelling, dtype):
+    precision = translated(
+        communication_data_type=spelling, data_types={"grad_accum_dtype": spelling}, bf16={"enabled": True}
+    ).precision
+    assert (precision.dtype, precision.reduce_dtype, precision.accumulate_dtype) == ("bf16", dtype, dtype)
+    precision = translated(communication_data_type=spelling, fp16={"enabled": True, "loss_scale": 2}).precision
+    assert (precision.reduce_dtype, precision.accumulate_dtype) == (dtype, "fp32")
+
+
 def test_no_steps_between_reports_is_never():
     assert translated(steps_per_print=math.inf).steps_per_print is None
 
@@ -195,6 +260,7 @@ def test_no_steps_between_reports_is_never():
         {"tensorboard": {"enabled": False, "output_path": "logs"}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"data_types": {"grad_accum_dtype": None}},
         {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "communication_data_type": None},
         {"wall_clock_breakdown": False},
     ],
@@ -260,16 +326,23 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
             {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
             'optimizer.params.lr: got "auto", expected a number >= 0. Nothing fills "auto" in here; write the value.',
         ),
-        (
-            {"zero_optimization": {"stage": 3}},
-            "zero_optimization.stage: got 3, expected 0, 1 or 2. Stage 3 is not available in this version; use stage "
-            "2.",
-        ),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: got 4, expected 0, 1 or 2."),
-        ({"zero_optimization": {"stage": -1}}, "zero_optimization.stage: got -1, expected 0, 1 or 2."),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: got 4, expected 0, 1, 2 or 3."),
+        ({"zero_optimization": {"stage": -1}}, "zero_optimization.stage: got -1, expected 0, 1, 2 or 3."),
         (
             {"zero_optimization": {"stage": "2"}},
-            'zero_optimization.stage: got "2", expected 0, 1 or 2. Remove the quotes: 2.',
+            'zero_optimization.stage: got "2", expected 0, 1, 2 or 3. Remove the quotes: 2.',
+        ),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 0}},
+            "zero_optimization.stage3_max_live_parameters: got 0, expected an integer >= 1.",
+        ),
+        (
+            {"zero_optimization": {"leaf_module": {"classes": "Block"}}},
+            'zero_optimization.leaf_module.classes: got "Block", expected a list of strings.',
+        ),
+        (
+            {"communication_data_type": "int8"},
+            'communication_data_type: got "int8", expected "fp32", "bf16" or "fp16".',
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": -5}},
@@ -382,7 +455,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(source, near):
 
 
 def test_all_problems_are_reported_at_once():
-    message = message_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "qqq": 1, "amp": True})
+    message = message_of({"zero_optimization": {"stage": 4, "offload_param": {"device": "cpu"}}, "qqq": 1, "amp": True})
     assert message.splitlines()[0] == "[config] 4 problems in this configuration:"
 
 

@@ -58,6 +58,9 @@ def test_the_keys_are_these():
         "scheduler.cos_min_ratio",
         "scheduler.last_batch_iteration",
         "precision.dtype",
+        "precision.compute_dtype",
+        "precision.reduce_dtype",
+        "precision.accumulate_dtype",
         "precision.loss_scale.static_scale",
         "precision.loss_scale.initial_scale_power",
         "precision.loss_scale.window",
@@ -67,6 +70,15 @@ def test_the_keys_are_these():
         "precision.on_nonfinite",
         "zero.stage",
         "zero.bucket_numel",
+        "zero.unit_numel",
+        "zero.unit_classes",
+        "zero.unit_names",
+        "zero.persistent_param_numel",
+        "zero.persistent_total_numel",
+        "zero.max_live_numel",
+        "zero.max_reuse_numel",
+        "zero.prefetch_numel",
+        "zero.gather_16bit_weights_on_save",
         "comm.timeout_ms",
         "data.shuffle",
         "data.drop_last",
@@ -79,13 +91,14 @@ def test_values_are_kept_and_counts_may_be_written_as_powers():
         micro_batch_size=4,
         optimizer=OptimizerConfig(lr=1, betas=[0.9, 0.95]),
         scheduler=SchedulerConfig(type="WarmupLR", warmup_max_lr=[1e-3, 1e-4]),
-        precision=PrecisionConfig(dtype="fp16", loss_scale=LossScaleConfig(static_scale=512.0)),
-        zero=ZeroConfig(stage=2, bucket_numel=5e6),
+        precision=PrecisionConfig(dtype="fp16", loss_scale=LossScaleConfig(static_scale=512.0), on_nonfinite="clamp"),
+        zero=ZeroConfig(stage=3, bucket_numel=5e6, unit_classes=["Block"], prefetch_numel=0),
         comm=CommConfig(timeout_ms=1000),
         data=DataConfig(drop_last=True),
     )
     assert config.zero.bucket_numel == 5_000_000
     assert isinstance(config.zero.bucket_numel, int)
+    assert (config.zero.unit_classes, config.zero.prefetch_numel) == (("Block",), 0)
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.scheduler.warmup_max_lr == (1e-3, 1e-4)
     assert config.precision.loss_scale.static_scale == 512
@@ -155,12 +168,12 @@ def test_a_key_like_no_other_gets_no_suggestion():
         (lambda: Config(seed=-1), "seed: got -1, expected an integer from 0 to 2^63 - 1."),
         (lambda: Config(zero={"stage": 1}), "zero: got {'stage': 1}, expected a ZeroConfig."),
         (lambda: Config(zero=None), "zero: got None, expected a ZeroConfig."),
-        (lambda: ZeroConfig(stage=4), "zero.stage: got 4, expected 0, 1 or 2."),
-        (lambda: ZeroConfig(stage=-1), "zero.stage: got -1, expected 0, 1 or 2."),
-        (
-            lambda: ZeroConfig(stage=3),
-            "zero.stage: got 3, expected 0, 1 or 2. Stage 3 is not available in this version; use stage 2.",
-        ),
+        (lambda: ZeroConfig(stage=4), "zero.stage: got 4, expected 0, 1, 2 or 3."),
+        (lambda: ZeroConfig(stage=-1), "zero.stage: got -1, expected 0, 1, 2 or 3."),
+        (lambda: ZeroConfig(unit_numel=-1), "zero.unit_numel: got -1, expected an integer >= 0."),
+        (lambda: ZeroConfig(unit_classes="Block"), "zero.unit_classes: got 'Block', expected a list of strings."),
+        (lambda: ZeroConfig(unit_names=[1]), "zero.unit_names: got [1], expected a list of strings."),
+        (lambda: ZeroConfig(max_live_numel=0), "zero.max_live_numel: got 0, expected an integer >= 1."),
         (lambda: ZeroConfig(bucket_numel=-1), "zero.bucket_numel: got -1, expected an integer >= 1."),
         (lambda: ZeroConfig(bucket_numel=1e30), "zero.bucket_numel: got 1e+30, expected an integer >= 1."),
         (lambda: CommConfig(timeout_ms=0), "comm.timeout_ms: got 0, expected an integer >= 1."),
@@ -208,6 +221,18 @@ def test_a_key_like_no_other_gets_no_suggestion():
         (
             lambda: PrecisionConfig(dtype="fp8"),
             'precision.dtype: got \'fp8\', expected "fp32", "bf16" or "fp16".',
+        ),
+        (
+            lambda: PrecisionConfig(compute_dtype="float16"),
+            'precision.compute_dtype: got \'float16\', expected "fp32", "bf16" or "fp16" or None.',
+        ),
+        (
+            lambda: PrecisionConfig(accumulate_dtype=None),
+            'precision.accumulate_dtype: got None, expected "fp32", "bf16" or "fp16".',
+        ),
+        (
+            lambda: PrecisionConfig(on_nonfinite="ignore"),
+            'precision.on_nonfinite: got \'ignore\', expected "skip", "clamp" or "raise" or None.',
         ),
         (
             lambda: LossScaleConfig(initial_scale_power=2, min_scale=8.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from typing import Any
 
 from zerocore.config._native import Config
@@ -33,6 +34,8 @@ _CONVERTED = {
     "fp16.enabled",
     "fp16.loss_scale",
     "bf16.enabled",
+    "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.leaf_module.name_suffixes",
 }
 
 
@@ -41,10 +44,6 @@ def build(reading: Reading) -> Config | None:
     _check_batch(reading)
     _check_precision(reading)
     _check_types(reading)
-    if reading.values.get("zero_optimization.stage") == 3:
-        reading.problems.append(
-            "zero_optimization.stage: got 3, expected 0, 1 or 2. Stage 3 is not available in this version; use stage 2."
-        )
     if reading.problems:
         return None
     native = _by_section(reading.values)
@@ -52,8 +51,8 @@ def build(reading: Reading) -> Config | None:
         **{"gradient_clipping": GRADIENT_CLIPPING, **native.get("", {})},
         optimizer=_optimizer(reading, native.get("optimizer", {})),
         scheduler=_scheduler(reading, native.get("scheduler", {})),
-        precision=_precision(reading.values, native.get("precision.loss_scale", {})),
-        zero=ZeroConfig(**native.get("zero", {})),
+        precision=_precision(reading.values, native.get("precision", {}), native.get("precision.loss_scale", {})),
+        zero=_zero(reading.values, native.get("zero", {})),
         data=DataConfig(**native.get("data", {})),
     )
 
@@ -140,9 +139,18 @@ def _scheduler(reading: Reading, given: dict[str, Any]) -> SchedulerConfig | Non
     return SchedulerConfig(**{"type": SCHEDULERS[name], **given})
 
 
-def _precision(values: dict[str, Any], loss_scale: dict[str, Any]) -> PrecisionConfig:
+def _precision(values: dict[str, Any], dtypes: dict[str, Any], loss_scale: dict[str, Any]) -> PrecisionConfig:
+    dtypes = {name: value for name, value in dtypes.items() if value is not None}
     if values.get("fp16.enabled"):
         static = values.get("fp16.loss_scale")
         rule = LossScaleConfig(static_scale=static) if static else LossScaleConfig(**loss_scale)
-        return PrecisionConfig(dtype="fp16", loss_scale=rule)
-    return PrecisionConfig(dtype="bf16" if values.get("bf16.enabled") else "fp32")
+        return PrecisionConfig(dtype="fp16", loss_scale=rule, **dtypes)
+    return PrecisionConfig(dtype="bf16" if values.get("bf16.enabled") else "fp32", **dtypes)
+
+
+def _zero(values: dict[str, Any], given: dict[str, Any]) -> ZeroConfig:
+    if threshold := values.get("zero_optimization.stage3_module_granularity_threshold"):
+        given = {**given, "unit_numel": threshold}
+    suffixes = values.get("zero_optimization.leaf_module.name_suffixes", ())
+    patterns = tuple(f"*{glob.escape(suffix)}" for suffix in suffixes)
+    return ZeroConfig(**{**given, "unit_names": (*given.get("unit_names", ()), *patterns)})

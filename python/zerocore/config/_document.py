@@ -161,7 +161,7 @@ def _no_effect() -> Iterator[str]:
 def _unavailable() -> Iterator[str]:
     yield (
         "### Not available in this version\n\n"
-        "An error, unless the value asks for nothing. ZeRO stage 3 belongs here too.\n\n"
+        "An error, unless the value asks for nothing.\n\n"
         "| key | accepted for | what is missing |\n| --- | --- | --- |"
     )
     for key in _of(Use.UNAVAILABLE):

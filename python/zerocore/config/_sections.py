@@ -15,9 +15,11 @@ from zerocore.config._schema import schema
 from zerocore.config._types import (
     Betas,
     Bool,
+    DType,
     Float,
     IterationInt,
     LrOrList,
+    Names,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -111,7 +113,7 @@ class LossScaleConfig:
     consecutive_hysteresis: Bool = False
     """True: a step without overflow restores the full hysteresis; False: only a doubling does."""
     min_scale: PositiveFloat = 1.0
-    """The dynamic scale stays above; an overflow at this scale ends the training with an error."""
+    """The dynamic scale stays above; an overflow at this scale ends the training, unless on_nonfinite is "clamp"."""
 
     def _contradictions(self) -> Iterator[str]:
         if self.static_scale is None and self.min_scale > 2.0**self.initial_scale_power:
@@ -123,28 +125,49 @@ class LossScaleConfig:
 
 @schema("precision")
 class PrecisionConfig:
-    """The dtype of parameters and computation. Master weights, sums of gradients and moments are always fp32."""
+    """The dtypes of parameters, computation and gradients. Master weights and moments are always fp32."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What the model is cast to."""
+    dtype: DType = "fp32"
+    """What the model is cast to: the dtype that parameters are kept in."""
+    compute_dtype: DType | None = None
+    """What parameters are cast to when they are gathered for use; None: dtype. fp16 scales the loss."""
+    reduce_dtype: DType | None = None
+    """What gradients travel between ranks in; None: the dtype of computation."""
+    accumulate_dtype: DType = "fp32"
+    """What gradients are summed in, over ranks and micro-batches. Narrower ones save memory and lose bits."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """fp16: see below."""
-    on_nonfinite: Literal["skip", "raise"] | None = None
-    """A step whose gradients hold inf or NaN is skipped, or raises NonFiniteError. None: raise in fp32, else skip."""
+    on_nonfinite: Literal["skip", "clamp", "raise"] | None = None
+    """inf or NaN in gradients: skip the step, clamp (skip at any loss scale), raise. None: raise in fp32, else skip."""
 
 
 @schema("zero")
 class ZeroConfig:
-    """What is sharded over the ranks. Stage and bucket size change memory and speed, never the result."""
+    """What is sharded over the ranks, and in stage 3 what is whole when. Changes memory and speed, never the result."""
 
     stage: Stage = 0
-    """0: nothing; 1 and 2: gradients and optimizer state."""
+    """0: nothing; 1 and 2: gradients and optimizer state; 3: parameters as well."""
     bucket_numel: PositiveInt = 8_388_608
     """Elements a bucket: the unit in which gradients are reduced and parameters gathered."""
 
-    def _contradictions(self) -> Iterator[str]:
-        if self.stage == 3:
-            yield "zero.stage: got 3, expected 0, 1 or 2. Stage 3 is not available in this version; use stage 2."
+    unit_numel: NonNegativeInt = 100_000
+    """A module of at least so many elements becomes a unit: it is gathered before its forward and released after."""
+    unit_classes: Names = ()
+    """Classes of modules that are units, whole, whatever their size: `Block` or `models.gpt.Block`."""
+    unit_names: Names = ()
+    """Names of modules that are units, whole, whatever their size; `*` and `?` match: `encoder.layers.*`."""
+    persistent_param_numel: NonNegativeInt = 100_000
+    """Stage 3: parameters of at most so many elements stay whole on every rank."""
+    persistent_total_numel: NonNegativeInt | None = None
+    """Stage 3: at most so many elements stay whole in all, first come in order of registration; None: no limit."""
+    max_live_numel: PositiveInt = 1_000_000_000
+    """Stage 3: at most so many elements are gathered at a time; prefetching and keeping stay below."""
+    max_reuse_numel: NonNegativeInt = 1_000_000_000
+    """Stage 3: a gathered unit is kept if it is used again within so many elements."""
+    prefetch_numel: NonNegativeInt = 50_000_000
+    """Stage 3: elements gathered ahead of their use, in the order of the last step; 0: none."""
+    gather_16bit_weights_on_save: Bool = False
+    """Stage 3: saving a 16-bit model gathers its whole weights."""
 
 
 @schema("comm")

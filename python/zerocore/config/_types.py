@@ -36,6 +36,19 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+# How DeepSpeed's configurations spell the dtypes that have a name here.
+_DTYPE_SPELLINGS = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "bfp16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+}
+
+
+def _dtype_name(value: Any) -> Any:
+    plain = value.lower() if isinstance(value, str) else None
+    return next((name for name, spellings in _DTYPE_SPELLINGS.items() if plain in spellings), value)
+
+
 _WHOLE = BeforeValidator(_whole)
 _AS_TUPLE = BeforeValidator(_as_tuple)
 
@@ -56,8 +69,11 @@ _Rates = Annotated[tuple[NonNegativeFloat, ...], _AS_TUPLE, Expect("one such num
 LrOrList = NonNegativeFloat | _Rates
 LossScale = Annotated[float, Field(ge=0, allow_inf_nan=False), Expect("a number >= 0; 0 scales dynamically")]
 LogSteps = Annotated[PositiveInt | None, BeforeValidator(_never), Expect("an integer >= 1")]
-Stage = Annotated[int, Field(ge=0, le=3), _WHOLE, Expect("0, 1 or 2")]
+Stage = Annotated[int, Field(ge=0, le=3), _WHOLE, Expect("0, 1, 2 or 3")]
 WarmupType = Literal["log", "linear"]
+DType = Literal["fp32", "bf16", "fp16"]
+SpelledDType = Annotated[DType | None, BeforeValidator(_dtype_name), Expect('"fp32", "bf16" or "fp16"')]
+Names = Annotated[tuple[str, ...], _AS_TUPLE, Expect("a list of strings")]
 
 
 def one_of(values: Iterable[str]) -> str:
