@@ -8,6 +8,7 @@
 #include "zc/math/loss_scale.h"
 
 namespace py = pybind11;
+using zc::engine::StateKind;
 using zc::engine::StepEngine;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
@@ -53,6 +54,46 @@ void bind_loss_scaler(py::module_& m) {
           "Moves past one step. False: an overflow at the minimum scale.");
 }
 
+// The gatherer's calls, with its plans as (units to release, units to gather).
+void bind_gatherer(py::class_<StepEngine>& engine) {
+  using Gatherer = zc::zero::ParamGatherer;
+  const auto lists = [](Gatherer::Plan plan) { return std::pair(std::move(plan.release), std::move(plan.gather)); };
+  engine
+      .def("unit_buckets",
+           [](StepEngine& self, int unit) {
+             std::vector<std::tuple<int, std::int64_t, zc::DType>> out;  // (bucket, elements, compute dtype)
+             for (int bucket : self.gatherer().buckets(unit)) {
+               const auto& layout = self.layout().buckets()[static_cast<std::size_t>(bucket)];
+               out.emplace_back(bucket, layout.numel, layout.compute_dtype);
+             }
+             return out;
+           })
+      .def("enter_unit", [lists](StepEngine& self, int unit, Gatherer::Pass pass,
+                                 bool training) { return lists(self.gatherer().enter(unit, pass, training)); })
+      .def("leave_unit",
+           [lists](StepEngine& self, int unit, bool training) { return lists(self.gatherer().leave(unit, training)); })
+      .def("need_unit", [lists](StepEngine& self, int unit) { return lists(self.gatherer().need(unit)); })
+      .def("end_backward", [lists](StepEngine& self) { return lists(self.gatherer().end_backward()); })
+      .def(
+          "start_gather",
+          [](StepEngine& self, int bucket, zc::BufferView full) { self.gatherer().start(bucket, full); }, NoGil())
+      .def(
+          "wait_unit", [](StepEngine& self, int unit) { self.gatherer().wait(unit); }, NoGil())
+      .def("end_gathers_of_micro_step", [](StepEngine& self) { self.gatherer().end_micro_step(); })
+      .def("invalidate_units",
+           [lists](StepEngine& self) {
+             Gatherer::Plan plan;
+             {
+               py::gil_scoped_release unlocked;
+               plan = self.gatherer().invalidate();
+             }
+             return lists(std::move(plan));
+           })
+      .def("live_numel", [](StepEngine& self) { return self.gatherer().live_numel(); })
+      .def("peak_live_numel", [](StepEngine& self) { return self.gatherer().peak_live_numel(); })
+      .def_property_readonly("gather_comm", &StepEngine::gather_comm);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -69,10 +110,12 @@ void bind_engine(py::module_& m) {
         "The mean over the ranks that count, exact and rounded once. Collective.");
 
   py::class_<zc::zero::ParamSpec>(m, "ParamSpec")
-      .def(py::init([](std::string name, std::int64_t numel, zc::DType dtype, int group) {
-             return zc::zero::ParamSpec{std::move(name), numel, dtype, group};
+      .def(py::init([](std::string name, std::int64_t numel, zc::DType dtype, int group, int unit,
+                       zc::DType compute_dtype, bool sharded, bool trainable) {
+             return zc::zero::ParamSpec{std::move(name), numel, dtype, group, unit, compute_dtype, sharded, trainable};
            }),
-           py::arg("name"), py::arg("numel"), py::arg("dtype"), py::arg("group"));
+           py::kw_only(), py::arg("name"), py::arg("numel"), py::arg("dtype"), py::arg("group"), py::arg("unit"),
+           py::arg("compute_dtype"), py::arg("sharded"), py::arg("trainable"));
 
   py::class_<zc::engine::StepResult>(m, "StepResult")
       .def_property_readonly("skipped", [](const zc::engine::StepResult& r) { return r.scalars.skip != 0; })
@@ -80,16 +123,34 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("clip", [](const zc::engine::StepResult& r) { return r.scalars.clip; })
       .def_readonly("nonfinite", &zc::engine::StepResult::nonfinite);
 
-  py::class_<StepEngine>(m, "StepEngine")
+  py::enum_<StateKind>(m, "StateKind")
+      .value("master", StateKind::kMaster)
+      .value("state1", StateKind::kState1)
+      .value("state2", StateKind::kState2)
+      .value("grad", StateKind::kGrad);
+
+  using Pass = zc::zero::ParamGatherer::Pass;
+  py::enum_<Pass>(m, "Pass")
+      .value("forward", Pass::kForward)
+      .value("backward", Pass::kBackward)
+      .value("demand", Pass::kDemand);
+
+  py::class_<StepEngine> engine(m, "StepEngine");
+  engine
       .def(py::init([](std::shared_ptr<zc::comm::Communicator> comm, std::vector<zc::zero::ParamSpec> params,
-                       std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel,
-                       int num_grad_buffers) {
+                       std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel, int num_grad_buffers,
+                       zc::DType reduce_dtype, std::vector<std::pair<std::string, int>> units,
+                       std::int64_t max_live_numel, std::int64_t max_reuse_numel, std::int64_t prefetch_numel) {
+             zc::engine::Options options{stage,        bucket_numel, num_grad_buffers,
+                                         reduce_dtype, {},           {max_live_numel, max_reuse_numel, prefetch_numel}};
+             for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
              return std::make_unique<StepEngine>(std::move(comm), zc::device::cpu_device(), std::move(params),
-                                                 std::move(groups),
-                                                 zc::engine::Options{stage, bucket_numel, num_grad_buffers});
+                                                 std::move(groups), options);
            }),
-           py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
-           py::arg("bucket_numel"), py::arg("num_grad_buffers"))
+           NoGil(), py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
+           py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"), py::arg("units"),
+           py::arg("max_live_numel"), py::arg("max_reuse_numel"), py::arg("prefetch_numel"))
+      .def("allocate_states", static_cast<void (StepEngine::*)()>(&StepEngine::allocate_states), NoGil())
       .def("param_memory",
            [](const StepEngine& self, int param) {
              const StepEngine::ParamMemory at = self.param_memory(param);
@@ -111,8 +172,21 @@ void bind_engine(py::module_& m) {
            })
       .def(
           "end_micro_step", [](StepEngine& self) { return self.reducer().end_micro_step(); }, NoGil())
-      .def("bucket_of", &StepEngine::bucket_of)
-      .def("num_buckets", &StepEngine::num_buckets)
+      .def("location",
+           [](const StepEngine& self, int param) {
+             const auto at = self.layout().location(param);
+             return std::pair(at.bucket, at.offset);
+           })
+      .def("num_buckets", [](const StepEngine& self) { return self.layout().buckets().size(); })
+      .def("read_state", &StepEngine::read_state, NoGil())
+      .def("write_state", &StepEngine::write_state, NoGil())
+      .def("owned_range",
+           [](const StepEngine& self, int param) {
+             const auto range = self.owned_range(param);
+             return std::pair(range.begin, range.end);
+           })
+      .def("read_owned_state", &StepEngine::read_owned_state, NoGil())
+      .def("write_owned_state", &StepEngine::write_owned_state, NoGil())
       .def(
           "step",
           [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm,
@@ -120,4 +194,5 @@ void bind_engine(py::module_& m) {
           NoGil())
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report);
+  bind_gatherer(engine);
 }

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _data, _optimizer, schedulers
+from zerocore import _comm, _core, _data, _init, _optimizer, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
-from zerocore._params import DTYPES, TrainableParams, broadcast, share_other_state
+from zerocore._params import DTYPES, ModelParams, broadcast, share_other_state
 from zerocore._random import named_generator
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
@@ -75,6 +75,11 @@ class Engine(torch.nn.Module):
         super().__init__()
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"[engine] model: got {type(model).__name__}, expected a torch.nn.Module.")
+        if _init.open_inits:
+            raise ConfigError(
+                "[engine] got an engine built inside `with zerocore.zero.Init():`, expected one after it. Leave the block "
+                "when the model is constructed."
+            )
         unresolved = as_config(config)
         world = comm if comm is not None else _comm.world(timeout_ms=unresolved.comm.timeout_ms)
         self.config = unresolved.resolve(world.size)
@@ -83,10 +88,7 @@ class Engine(torch.nn.Module):
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _optimizer.build(optimizer, self.config.optimizer, _trainable(given, model))
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
-        self._params = TrainableParams(
-            model, self._optimizer, self.config, self.comm, on_first_gradient=self._begin_micro_step
-        )
-        share_other_state(model, self._params, self.comm, DTYPES[self.config.precision.dtype])
+        # What can fail for the user's sake comes first: from here on the model is changed.
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
         self._scaler = _loss_scaler(self.config.precision)
@@ -95,6 +97,17 @@ class Engine(torch.nn.Module):
             self.training_dataloader = _data.make_loader(
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
+        self._params = ModelParams(
+            model,
+            self._optimizer,
+            self.config,
+            self.comm,
+            external=zero.external_parameters(model),
+            on_first_gradient=self._begin_micro_step,
+        )
+        precision = self.config.precision
+        dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
+        share_other_state(model, self._params, self.comm, dtypes)
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
@@ -274,17 +287,24 @@ class Engine(torch.nn.Module):
         """Bytes this rank holds, by name.
 
         parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: gradient buckets and
-        receive buffers. frozen_parameters, buffers: what is not trained.
+        receive buffers. gathered_parameters: at this moment. frozen_parameters, buffers: what is not trained.
         """
-        frozen = [p for p in self.module.parameters() if not any(p is q for q in self._params.params)]
-        return self._params.memory_report() | {
-            "frozen_parameters": sum(p.numel() * p.element_size() for p in frozen),
+        report = self._params.memory_report()
+        held = {id(p) for p in self._params.params}
+        others = sum(p.numel() * p.element_size() for p in self.module.parameters() if id(p) not in held)
+        return report | {
+            "frozen_parameters": report.get("frozen_parameters", 0) + others,
             "buffers": sum(b.numel() * b.element_size() for b in self.module.buffers()),
         }
 
     def comm_report(self) -> dict[str, dict[str, int]]:
         """Calls and payload elements handed to each kind of collective since the engine was built."""
-        return {op: {**count} for op, count in self.comm.counters().items()}
+        report = {op: {**count} for op, count in self.comm.counters().items()}
+        if self._params.core.gather_comm is not self.comm:
+            for op, count in self._params.core.gather_comm.counters().items():
+                for name, value in count.items():
+                    report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
+        return report
 
     # Settings
 
@@ -363,7 +383,9 @@ class Engine(torch.nn.Module):
 
     def _raises_on_nonfinite(self) -> bool:
         policy = self.config.precision.on_nonfinite
-        return policy == "raise" or (policy is None and self.config.precision.dtype == "fp32")
+        precision = self.config.precision
+        whole = {precision.dtype, precision.compute_dtype or precision.dtype} == {"fp32"}
+        return policy == "raise" or (policy is None and whole)
 
     def _report_nonfinite(
         self, step: int, scale: float, losses: list[torch.Tensor], params: list[str], exhausted: bool
@@ -375,11 +397,11 @@ class Engine(torch.nn.Module):
             f"{', '.join(params[:5])}; loss on rank {self.rank} "
             f"{f'was {bad_losses[0]}' if bad_losses else 'was finite'}"
         )
-        if exhausted:
+        if exhausted and self.config.precision.on_nonfinite != "clamp":
             raise NonFiniteError(
                 f"{what}; the loss scale is at its minimum {scale:g}. A loss that is not finite comes from the model "
                 f"or the data; otherwise "
-                "use bf16, lower the learning rate or clip gradients."
+                "use bf16, lower the learning rate, clip gradients, or set precision.on_nonfinite='clamp' to go on."
             )
         if self._raises_on_nonfinite():
             raise NonFiniteError(
@@ -392,7 +414,7 @@ class Engine(torch.nn.Module):
 
 
 def _loss_scaler(precision: PrecisionConfig) -> Any:
-    if precision.dtype != "fp16":
+    if (precision.compute_dtype or precision.dtype) != "fp16":
         return None
     rule = precision.loss_scale
     return _core.LossScaler(

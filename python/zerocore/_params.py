@@ -1,37 +1,42 @@
-"""The trainable parameters of an engine: their place in the core's buckets and the hooks that hand gradients over."""
+"""The parameters of an engine: their place in the core's buckets and the hooks that hand gradients over."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore import _core, _tensor
+from zerocore import _core, _released, _tensor, _units
+from zerocore._gathering import UnitGatherer
 from zerocore._optimizer import Optimizer
-from zerocore.config import ResolvedConfig
+from zerocore.config import ResolvedConfig, ZeroConfig
 from zerocore.errors import ConfigError, DeviceError, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_owners: MutableMapping[torch.Tensor, ModelParams] = WeakTensorKeyDictionary()  # the engine's, of each parameter
 _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
-class TrainableParams:
-    """Moves the optimizer's parameters into the core's buckets, and feeds it their gradients.
+class ModelParams:
+    """Moves parameters into the core's buckets, and feeds it the gradients of those that are trained.
 
-    The move is in place: `p.data` becomes a view. Parameters are numbered in the model's registration order. Collective
-    over `comm`: rank 0's values count.
+    The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data` becomes
+    a view, of a bucket where the parameter is used as it is kept, else of its unit's storage (_gathering.py). Parameters
+    are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
 
     Args:
+        external: parameters that modules use without holding them (zero.register_external_parameter).
         on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
 
     Raises:
-        ConfigError: a parameter of the optimizer is not the model's, or stands in two groups.
+        ConfigError: a parameter of the optimizer is not the model's, stands in two groups, or is another engine's.
         DeviceError, UnsupportedError: a device, dtype or layout without code here.
     """
 
@@ -42,16 +47,44 @@ class TrainableParams:
         config: ResolvedConfig,
         comm: _core.Communicator,
         *,
+        external: Mapping[torch.nn.Module, Collection[torch.nn.Parameter]],
         on_first_gradient: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
-        self._dtype = DTYPES[config.precision.dtype]
+        self.comm = comm
         group_of = _groups(optimizer)
-        named = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
-        _check(model, named, group_of, config)
+        trained = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
+        _check(model, trained, group_of, config)
+        precision = config.precision
+        self._dtype = DTYPES[precision.dtype]
+        self._compute_dtype = DTYPES[precision.compute_dtype or precision.dtype]
+        shards = config.zero.stage == 3
+        named = [
+            (n, p) for n, p in model.named_parameters() if id(p) in group_of or (shards and p.dtype in _tensor.DTYPES)
+        ]
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
-        specs = [_core.ParamSpec(name, p.numel(), _tensor.DTYPES[self._dtype], group_of[id(p)]) for name, p in named]
+        self._index_of = {id(p): index for index, p in enumerate(self.params)}
+        self._is_trained = [id(p) in group_of for p in self.params]
+        sharded = _sharded(self.params, config.zero) if shards else set()
+        gathered = {id(p) for p in self.params if id(p) in sharded or self._dtypes(p)[0] != self._dtypes(p)[1]}
+        units = _choose_units(model, config.zero, external) if gathered else []
+        unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.params if id(p) in gathered}
+        specs = []
+        for name, param in named:
+            kept, used = self._dtypes(param)
+            specs.append(
+                _core.ParamSpec(
+                    name=name,
+                    numel=param.numel(),
+                    dtype=_tensor.DTYPES[kept],
+                    group=group_of.get(id(param), 0),
+                    unit=unit_of.get(id(param), -1),
+                    compute_dtype=_tensor.DTYPES[used],
+                    sharded=id(param) in sharded,
+                    trainable=id(param) in group_of,
+                )
+            )
         self._core = _core.StepEngine(
             comm=comm,
             params=specs,
@@ -59,35 +92,65 @@ class TrainableParams:
             stage=config.zero.stage,
             bucket_numel=config.zero.bucket_numel,
             num_grad_buffers=_NUM_GRAD_BUFFERS,
+            reduce_dtype=_tensor.DTYPES[
+                DTYPES[precision.reduce_dtype] if precision.reduce_dtype else self._compute_dtype
+            ],
+            units=[(unit.name or type(model).__name__, -1 if unit.parent is None else unit.parent) for unit in units],
+            max_live_numel=config.zero.max_live_numel,
+            max_reuse_numel=config.zero.max_reuse_numel,
+            prefetch_numel=config.zero.prefetch_numel,
         )
+        self.gatherer = UnitGatherer(self._core, units)
+        # Those that the model uses where they are kept, and that users may therefore write to.
+        self._in_place = [i for i, p in enumerate(self.params) if id(p) not in gathered]
         self._in_bucket: list[list[int]] = [[] for _ in range(self._core.num_buckets())]
         for index, param in enumerate(self.params):
-            self._in_bucket[self._core.bucket_of(index)].append(index)
-            self._move(index, param)
-        self._homes = [p.data_ptr() for p in self.params]
-        self._versions = [p._version for p in self.params]
-        self._not_trained = [(name, p) for name, p in model.named_parameters() if id(p) not in group_of]
+            bucket, offset = self._core.location(index)
+            self._in_bucket[bucket].append(index)
+            self._move(index, param, unit_of.get(id(param), -1), bucket, offset)
+        self._core.allocate_states()
+        self.gatherer.finish()
+        self._homes = [self.params[i].data_ptr() for i in self._in_place]
+        self._versions = {i: self.params[i]._version for i in self._in_place}
+        ours = {id(p) for p, trained in zip(self.params, self._is_trained, strict=True) if trained}
+        self._not_trained = [(name, p) for name, p in model.named_parameters() if id(p) not in ours]
         self._told_not_trained = {name for name, p in self._not_trained if p.requires_grad}
         # Gradients that the core points to, with their versions: kept alive until it has copied them.
         self._held: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
         self.in_micro_step = False
         self.closed = False
-        self._scaled = config.precision.dtype == "fp16"
+        self._scaled = self._compute_dtype == torch.float16
         self._in_backward = False
         self._on_first_gradient = on_first_gradient
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.params)
+            if self._is_trained[i]
         ]
+        for param in self.params:
+            _owners[param] = self
 
-    def _move(self, index: int, param: torch.nn.Parameter) -> None:
-        memory, offset_bytes = self._core.param_memory(index)
-        with torch.no_grad():
-            home = _tensor.like_in_memory(memory, offset_bytes, param, self._dtype)
-            values = torch.empty_like(home, dtype=torch.float32).copy_(param)
+    def _dtypes(self, param: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+        """In which dtype a parameter is kept, and in which it is used."""
+        if self._dtype == self._compute_dtype == torch.float32:
+            return param.dtype, param.dtype  # frozen ones may have their own
+        return self._dtype, self._compute_dtype
+
+    def _move(self, index: int, param: torch.nn.Parameter, unit: int, bucket: int, offset: int) -> None:
+        with torch.no_grad(), whole(param):
+            kept, _ = self._dtypes(param)
+            dense = _tensor.is_dense(param)
+            values = param.detach() if dense else param.detach().contiguous()
+            values = values.to(torch.float32 if self._is_trained[index] else kept, copy=True)
             self._core.load_param(index, _tensor.view(values))
-            param.data = home
-            param.grad = None
+        param.grad = None
+        if unit >= 0:
+            self.gatherer.adopt(unit, bucket, offset, self.names[index], param)
+            return
+        memory, offset_bytes = self._core.param_memory(index)
+        _released.set_home(param, None)
+        _released.mark_whole(param)
+        param.data = _tensor.like_in_memory(memory, offset_bytes, param, kept)
 
     def _hook(self, index: int) -> Any:
         def on_gradient(param: torch.Tensor) -> None:
@@ -121,6 +184,7 @@ class TrainableParams:
         self._in_backward = True
         try:
             yield
+            self.gatherer.end_backward()
         finally:
             self._in_backward = False
 
@@ -139,10 +203,10 @@ class TrainableParams:
         """The model and the engine must not have come apart."""
         if self.closed:
             raise ConfigError("[engine] the engine was closed, expected one that is open. Build a new one to train on.")
-        for name, param, home in zip(self.names, self.params, self._homes, strict=True):
-            if param.data_ptr() != home:
+        for index, home in zip(self._in_place, self._homes, strict=True):
+            if self.params[index].data_ptr() != home:
                 raise ConfigError(
-                    f"[engine] parameter {name} no longer lies in the engine's memory: it was given other storage "
+                    f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other storage "
                     "(p.data = ..., model.to(), load_state_dict(assign=True), a second engine). Copy values in place "
                     "instead, as in p.copy_(values), or build a new engine."
                 )
@@ -165,9 +229,11 @@ class TrainableParams:
                     "engine.zero_grad(), and clip with gradient_clipping in the config."
                 )
         late = self._core.end_micro_step()
+        self.gatherer.end_micro_step()
         self.in_micro_step = False
         for index, param in enumerate(self.params):
-            param.grad = self._held[index] = None
+            if self._is_trained[index]:
+                param.grad = self._held[index] = None
         if late:
             logger.warning(
                 "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one "
@@ -178,10 +244,12 @@ class TrainableParams:
 
     def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
         written = self._reload_masters()
+        self.gatherer.invalidate()
         result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()))
         if not result.skipped:
-            torch.autograd.graph.increment_version(self.params)  # torch must see the core's writes
-            self._versions = [p._version for p in self.params]
+            trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
+            torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
+            self._versions = {i: self.params[i]._version for i in self._in_place}
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
 
     def zero_grad(self) -> None:
@@ -190,19 +258,81 @@ class TrainableParams:
 
     def _reload_masters(self) -> list[int]:
         """Masters follow values that were written to the model, by load_state_dict() for one. Returns which."""
-        written = [i for i, p in enumerate(self.params) if p._version != self._versions[i]]
+        written = [i for i, version in self._versions.items() if self.params[i]._version != version]
         for index in written:
             self._versions[index] = self.params[index]._version
-            self._core.reload_master(index)
+            if self._is_trained[index]:
+                self._core.reload_master(index)
         return written
 
+    # One parameter
+
+    def index_of(self, param: torch.nn.Parameter) -> int:
+        return self._index_of[id(param)]
+
+    def name_of(self, param: torch.nn.Parameter) -> str:
+        return self.names[self.index_of(param)]
+
+    def is_trained(self, param: torch.nn.Parameter) -> bool:
+        index = self._index_of.get(id(param))
+        return index is not None and self._is_trained[index]
+
+    def full_values(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's values as they are kept. Collective."""
+        index = self.index_of(param)
+        kept, used = self._dtypes(param)
+        if self._is_trained[index] and kept == torch.float32 != used:
+            return self.read_state(param, _core.StateKind.master)
+        with torch.no_grad(), whole(param):
+            return param.detach().to(kept, copy=True)
+
+    def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
+        """A trained parameter's state of one kind, whole, in fp32. Collective."""
+        out = _tensor.shaped(torch.empty(param.numel()), param)
+        self._core.read_state(self.index_of(param), kind, _tensor.view(out))
+        return out
+
+    def write_state(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
+        """Sets a parameter's state from rank 0's values. Collective."""
+        if tuple(values.shape) != tuple(param.shape):
+            raise ConfigError(
+                f"[zero] {self.name_of(param)}: got values of shape {tuple(values.shape)}, expected {tuple(param.shape)}."
+            )
+        own = _tensor.shaped(torch.empty(param.numel()), param)
+        own.copy_(values)
+        self._core.write_state(self.index_of(param), kind, _tensor.view(own))
+        if kind == _core.StateKind.master:
+            self._after_write(param)
+
+    def load(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Sets a parameter from rank 0's values, which have its shape. Collective."""
+        index = self.index_of(param)
+        dtype = torch.float32 if self._is_trained[index] else self._dtypes(param)[0]
+        own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype), param)
+        own.copy_(values)
+        self._core.load_param(index, _tensor.view(own))
+        self._after_write(param)
+
+    def _after_write(self, param: torch.nn.Parameter) -> None:
+        """The core has changed what it keeps of a parameter."""
+        torch.autograd.graph.increment_version([param])
+        if self.index_of(param) in self._versions:
+            self._versions[self.index_of(param)] = param._version
+        elif not isinstance(param, _released.Released):
+            self.gatherer.refresh_param(param)
+
     def memory_report(self) -> dict[str, int]:
-        return dict(self._core.memory_report())
+        return dict(self._core.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}
+
+    @property
+    def core(self) -> _core.StepEngine:
+        return self._core
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.gatherer.close()
         self.closed = True
 
 
@@ -216,16 +346,37 @@ class StepOutcome:
         self.nonfinite = nonfinite
 
 
-def share_other_state(
-    model: torch.nn.Module, trained: TrainableParams, comm: _core.Communicator, dtype: torch.dtype
-) -> None:
-    """Gives every rank rank 0's values of what is not trained: frozen parameters and buffers.
+def owner_of(param: torch.Tensor) -> ModelParams | None:
+    """The parameters of the open engine that a parameter belongs to."""
+    owner = _owners.get(param)
+    return None if owner is None or owner.closed else owner
 
-    Under bf16 and fp16 they are cast, as the trained ones are; under fp32 they keep their dtypes.
+
+@contextlib.contextmanager
+def whole(param: torch.nn.Parameter) -> Iterator[None]:
+    """Within this block the parameter's values are there, wherever they are kept. Collective."""
+    home = _released.home_of(param)
+    if home is None:
+        yield
+        return
+    home.hold_param(param)
+    try:
+        yield
+    finally:
+        home.drop_param(param)
+
+
+def share_other_state(
+    model: torch.nn.Module, params: ModelParams, comm: _core.Communicator, dtypes: list[torch.dtype]
+) -> None:
+    """Gives every rank rank 0's values of what the core does not hold: frozen parameters below stage 3, and buffers.
+
+    They are cast as the others are, to one dtype after the other; under fp32 they keep their own.
     """
-    ours = {id(p) for p in trained.params}
-    if dtype != torch.float32:
-        _cast_other_state(model, ours, dtype)
+    ours = {id(p) for p in params.params}
+    for dtype in dtypes:
+        if set(dtypes) != {torch.float32}:
+            _cast_other_state(model, ours, dtype)
     broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
     broadcast(list(model.buffers()), comm, "buffers")
 
@@ -242,19 +393,46 @@ def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype
                     module._buffers[name] = casts.setdefault(id(buffer), buffer.to(dtype))
 
 
-def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str) -> None:
-    """Replaces the values of `tensors` by rank 0's. Collective."""
+def _sharded(params: list[torch.nn.Parameter], zero: ZeroConfig) -> set[int]:
+    """Which parameters stage 3 shards: all but small ones, smallest first, within the bound on what stays whole."""
+    room = zero.persistent_total_numel
+    kept = set()
+    for param in sorted(params, key=lambda p: p.numel()):
+        if param.numel() > zero.persistent_param_numel and param.numel() > 0:
+            break
+        if room is not None:
+            if param.numel() > room:
+                break
+            room -= param.numel()
+        kept.add(id(param))
+    return {id(p) for p in params} - kept
+
+
+def _choose_units(
+    model: torch.nn.Module, zero: ZeroConfig, external: Mapping[torch.nn.Module, Collection[torch.nn.Parameter]]
+) -> list[_units.Unit]:
+    return _units.choose_units(
+        model,
+        min_numel=zero.unit_numel,
+        classes=zero.unit_classes,
+        names=zero.unit_names,
+        external=external,
+    )
+
+
+def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int = 0) -> None:
+    """Replaces the values of `tensors` by those of rank `root`. Collective."""
     if comm.size == 1:
         return
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        whole = tensor.detach().contiguous()
-        comm.broadcast(_tensor.bytes_view(whole), 0, label).wait()
-        if whole.data_ptr() == tensor.data_ptr():
+        dense = tensor.detach().contiguous()
+        comm.broadcast(_tensor.bytes_view(dense), root, label).wait()
+        if dense.data_ptr() == tensor.data_ptr():
             continue
         try:
-            tensor.detach().copy_(whole)
+            tensor.detach().copy_(dense)
         except RuntimeError as error:
             raise UnsupportedError(
                 f"[engine] {label}: got one of shape {tuple(tensor.shape)} and strides {tensor.stride()} that cannot "
@@ -272,6 +450,12 @@ def _groups(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: ResolvedConfig) -> None:
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ConfigError(
+                f"[engine] parameter {name} belongs to another engine: got a model that was wrapped before, expected one "
+                "engine a model. Call close() on the other engine first."
+            )
     if len(named) != len(group_of):
         raise ConfigError(
             f"[engine] the optimizer holds {len(group_of)} trainable parameters, {len(named)} of them the model's: "

@@ -12,6 +12,7 @@ DTYPES = {
     torch.float16: _core.DType.fp16,
     torch.bfloat16: _core.DType.bf16,
 }
+TORCH_DTYPES = {core: dtype for dtype, core in DTYPES.items()}
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -54,6 +55,11 @@ def like_in_memory(memory: _core.Memory, offset_bytes: int, like: torch.Tensor, 
     if like.numel() == 0:
         return torch.empty(like.shape, dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, count=like.numel(), offset=offset_bytes)
+    return shaped(flat, like)
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of a 1-D tensor with `like`'s shape and order of dimensions."""
     strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     return flat.as_strided(like.shape, strides)
 

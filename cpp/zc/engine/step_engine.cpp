@@ -39,18 +39,19 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
                        std::vector<zero::ParamSpec> params, std::vector<optim::Hyper> groups, const Options& options)
     : comm_(std::move(comm)),
       device_(device),
+      options_(options),
       params_(std::move(params)),
       policy_(zero::StagePolicy::of(options.stage)),
       layout_(params_, comm_->size(), options.bucket_numel),
       optimizer_(std::move(groups), group_indices(params_)) {
-  ZC_CHECK(options.stage >= 0 && options.stage <= 2, kUnsupported, "[engine] ZeRO stage ", options.stage,
-           " is not available: got ", options.stage, ", expected 0, 1 or 2. Use stage 2.");
+  ZC_CHECK(options.stage >= 0 && options.stage <= 3, kInternal, "[engine] ZeRO stage ", options.stage);
   ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers,
            " buffers");
+  gather_comm_ = options.units.empty() ? comm_ : comm_->split(0, comm_->rank());
   buckets_.resize(layout_.buckets().size());
-  for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_bucket(static_cast<int>(b));
-  reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options.num_grad_buffers, memory_);
-  for (const char* name : {"master_weights", "optimizer_state"}) bytes_.emplace(name, 0);
+  for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_params(static_cast<int>(b));
+  gatherer_ = std::make_unique<zero::ParamGatherer>(gather_comm_, device_, layout_, buckets_, options.units,
+                                                    options.limits, memory_);
   gathers_.resize(buckets_.size());
   nonfinite_.resize(params_.size());
 }
@@ -62,27 +63,43 @@ BufferView StepEngine::allocate(std::int64_t numel, DType dtype, const char* wha
   return {memory_->back().get(), numel, dtype, device_.id()};
 }
 
-void StepEngine::allocate_bucket(int index) {
+void StepEngine::allocate_params(int index) {
   const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(index)];
   zero::Bucket& bucket = buckets_[static_cast<std::size_t>(index)];
   bucket.label = concat("bucket ", index, " (", params_[static_cast<std::size_t>(layout.placements.front().param)].name,
                         layout.placements.size() > 1 ? " and others)" : ")");
   gather_labels_.push_back("gather " + bucket.label);
   bucket.shard_offset = comm_->rank() * layout.shard_numel;
+  bucket.kept_offset = layout.sharded ? bucket.shard_offset : 0;
+  bucket.params = allocate(layout.sharded ? layout.shard_numel : layout.numel, layout.dtype,
+                           layout.trainable ? "parameters" : "frozen_parameters", true);
+  param_memory_.push_back(memory_->back());
+  if (!layout.trainable) return;
   bucket.owned_offset = policy_.shard_optimizer ? bucket.shard_offset : 0;
   const std::int64_t owned_numel = policy_.shard_optimizer ? layout.shard_numel : layout.numel;
-  const std::int64_t shard_in_owned = bucket.shard_offset - bucket.owned_offset;
-  bucket.params = allocate(layout.numel, layout.dtype, "parameters", true);
-  param_memory_.push_back(memory_->back());
-  bucket.grads = allocate(owned_numel, DType::kF32, "gradient_accumulator", true);
-  bucket.grad_shard = bucket.grads.slice(shard_in_owned, layout.shard_numel);
-  bucket.master = layout.dtype == DType::kF32 ? bucket.params.slice(bucket.owned_offset, owned_numel)
-                                              : allocate(owned_numel, DType::kF32, "master_weights", false);
-  for (int s = 0; s < optimizer_.num_states(); ++s) {
-    bucket.states[static_cast<std::size_t>(s)] = allocate(owned_numel, DType::kF32, "optimizer_state", false);
-  }
+  bucket.master = layout.dtype == DType::kF32
+                      ? bucket.params.slice(bucket.owned_offset - bucket.kept_offset, owned_numel)
+                      : allocate(owned_numel, DType::kF32, "master_weights", false);
   bucket.pieces = layout_.pieces(index, bucket.owned_offset, bucket.owned_offset + owned_numel);
   bucket.shard_pieces = layout_.pieces(index, bucket.shard_offset, bucket.shard_offset + layout.shard_numel);
+}
+
+void StepEngine::allocate_states(int index) {
+  const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(index)];
+  zero::Bucket& bucket = buckets_[static_cast<std::size_t>(index)];
+  if (!layout.trainable) return;
+  bucket.grads = allocate(bucket.master.numel, DType::kF32, "gradient_accumulator", true);
+  bucket.grad_shard = bucket.grads.slice(bucket.shard_offset - bucket.owned_offset, layout.shard_numel);
+  for (int s = 0; s < optimizer_.num_states(); ++s) {
+    bucket.states[static_cast<std::size_t>(s)] = allocate(bucket.master.numel, DType::kF32, "optimizer_state", false);
+  }
+}
+
+void StepEngine::allocate_states() {
+  for (const char* name : {"master_weights", "optimizer_state"}) bytes_.emplace(name, 0);
+  for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_states(static_cast<int>(b));
+  reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options_.reduce_dtype,
+                                                 options_.num_grad_buffers, memory_);
 }
 
 StepEngine::ParamMemory StepEngine::param_memory(int param) const {
@@ -92,33 +109,113 @@ StepEngine::ParamMemory StepEngine::param_memory(int param) const {
 }
 
 void StepEngine::load_param(int param, BufferView values) {
+  const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
+  ZC_CHECK(values.numel == spec.numel && values.dtype == (spec.trainable ? DType::kF32 : spec.dtype), kInternal,
+           "[engine] parameter ", spec.name, " loaded from ", values.numel, " elements of ", name(values.dtype));
+  comm_->broadcast(values, 0, "load parameter " + spec.name).wait();
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
-  const std::int64_t numel = params_[static_cast<std::size_t>(param)].numel;
-  ZC_CHECK(values.numel == numel && values.dtype == DType::kF32, kInternal, "[engine] parameter ",
-           params_[static_cast<std::size_t>(param)].name, " loaded from ", values.numel, " ", name(values.dtype),
-           " elements, expected ", numel, " of fp32");
-  comm_->broadcast(values, 0, "load parameter " + params_[static_cast<std::size_t>(param)].name).wait();
-  device_.kernels().cast(values, bucket.params.slice(at.offset, numel), {});
-  set_master(param, values);
+  copy_overlap(values, at.offset, bucket.params, bucket.kept_offset);
+  if (spec.trainable && spec.dtype != DType::kF32) {
+    copy_overlap(values, at.offset, bucket.master, bucket.owned_offset);
+  }
 }
 
 void StepEngine::reload_master(int param) {
   const zero::ShardLayout::Location at = layout_.location(param);
-  set_master(param, buckets_[static_cast<std::size_t>(at.bucket)].params.slice(
-                        at.offset, params_[static_cast<std::size_t>(param)].numel));
-}
-
-// Sets what this rank owns of a master from all of a parameter's values.
-void StepEngine::set_master(int param, BufferView values) {
-  const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   if (bucket.params.dtype == DType::kF32) return;
-  const std::int64_t first = std::max(at.offset, bucket.owned_offset);
-  const std::int64_t last = std::min(at.offset + values.numel, bucket.owned_offset + bucket.master.numel);
+  copy_overlap(bucket.params.slice(at.offset, params_[static_cast<std::size_t>(param)].numel), at.offset, bucket.master,
+               bucket.owned_offset);
+}
+
+// Copies what two ranges of a bucket have in common, `in` from element in_offset of the bucket on, `out` from
+// out_offset.
+void StepEngine::copy_overlap(BufferView in, std::int64_t in_offset, BufferView out, std::int64_t out_offset) {
+  const std::int64_t first = std::max(in_offset, out_offset);
+  const std::int64_t last = std::min(in_offset + in.numel, out_offset + out.numel);
   if (first >= last) return;
-  device_.kernels().cast(values.slice(first - at.offset, last - first),
-                         bucket.master.slice(first - bucket.owned_offset, last - first), {});
+  device_.kernels().cast(in.slice(first - in_offset, last - first), out.slice(first - out_offset, last - first), {});
+}
+
+// --- One parameter's state
+
+BufferView StepEngine::state(const zero::Bucket& bucket, StateKind kind) const {
+  switch (kind) {
+    case StateKind::kMaster:
+      return bucket.master;
+    case StateKind::kState1:
+      return bucket.states[0];
+    case StateKind::kState2:
+      return bucket.states[1];
+    case StateKind::kGrad:
+      return bucket.grads;
+  }
+  return {};
+}
+
+// The elements of a parameter that lie in the owned part of `rank`'s bucket; of gradients, in its shard.
+StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) const {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(at.bucket)];
+  const std::int64_t numel = params_[static_cast<std::size_t>(param)].numel;
+  if (!policy_.shard_optimizer && kind != StateKind::kGrad) return {0, numel};
+  const std::int64_t begin = std::clamp<std::int64_t>(rank * layout.shard_numel - at.offset, 0, numel);
+  const std::int64_t end = std::clamp<std::int64_t>((rank + 1) * layout.shard_numel - at.offset, 0, numel);
+  return {begin, end};
+}
+
+StepEngine::Range StepEngine::owned_range(int param) const {
+  return range_of(param, comm_->rank(), policy_.shard_optimizer ? StateKind::kMaster : StateKind::kGrad);
+}
+
+void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
+  const Range range = owned_range(param);
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  reducer_->wait();
+  copy_overlap(state(bucket, kind), bucket.owned_offset, out, at.offset + range.begin);
+}
+
+void StepEngine::write_owned_state(int param, StateKind kind, BufferView values) {
+  const Range range = owned_range(param);
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  reducer_->wait();
+  copy_overlap(values, at.offset + range.begin, state(bucket, kind), bucket.owned_offset);
+  if (kind != StateKind::kMaster) return;
+  copy_overlap(values, at.offset + range.begin, bucket.params, bucket.kept_offset);
+  const auto b = static_cast<std::size_t>(at.bucket);
+  if (gathers_after_update(b)) comm_->all_gather(bucket.params, gather_labels_[b]).wait();
+}
+
+void StepEngine::read_state(int param, StateKind kind, BufferView out) {
+  const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  reducer_->wait();
+  copy_overlap(state(bucket, kind), bucket.owned_offset, out, at.offset);
+  if (!policy_.shard_optimizer && kind != StateKind::kGrad) return;  // every rank has all of it
+  const std::string label = "read state of " + spec.name;
+  std::vector<comm::Work> parts;
+  for (int rank = 0; rank < comm_->size(); ++rank) {
+    const Range range = range_of(param, rank, kind);
+    if (range.begin == range.end) continue;
+    parts.push_back(comm_->broadcast(out.slice(range.begin, range.end - range.begin), rank, label));
+  }
+  for (comm::Work& part : parts) part.wait();
+}
+
+void StepEngine::write_state(int param, StateKind kind, BufferView values) {
+  if (kind == StateKind::kMaster) return load_param(param, values);
+  const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
+  const zero::ShardLayout::Location at = layout_.location(param);
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  reducer_->wait();
+  comm_->broadcast(values, 0, "write state of " + spec.name).wait();
+  const bool shard_only = kind == StateKind::kGrad;  // another rank's part of it is not this rank's to hold
+  copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : state(bucket, kind),
+               shard_only ? bucket.shard_offset : bucket.owned_offset);
 }
 
 StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
@@ -135,11 +232,13 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
   optimizer_.begin_step(reducer_->used());
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
+    if (!layout_.buckets()[b].trainable) continue;
     gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
     gathers_[b].keep(memory_);
   }
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
+    if (!layout_.buckets()[b].trainable) continue;
     if (gather_grads) gathers_[b].wait();
     device::OptimizerBuffers buffers{bucket.grads.as<float>(),
                                      bucket.master.as<float>(),
@@ -148,10 +247,10 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
                                      nullptr,
                                      bucket.params.dtype};
     if (bucket.params.dtype != DType::kF32) {
-      buffers.model = bucket.params.slice(bucket.owned_offset, bucket.master.numel).data;
+      buffers.model = bucket.params.slice(bucket.owned_offset - bucket.kept_offset, bucket.master.numel).data;
     }
     optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
-    if (gathers_params()) {
+    if (gathers_after_update(b)) {
       gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
       gathers_[b].keep(memory_);
     }

@@ -18,15 +18,22 @@
 #include "zc/optim/optimizer.h"
 #include "zc/zero/bucket.h"
 #include "zc/zero/grad_reducer.h"
+#include "zc/zero/param_gatherer.h"
 #include "zc/zero/shard_layout.h"
 
 namespace zc::engine {
 
 struct Options {
-  int stage = 0;                        // ZeRO stage, 0 to 2
+  int stage = 0;                        // ZeRO stage
   std::int64_t bucket_numel = 1 << 23;  // elements
   int num_grad_buffers = 2;             // bucket buffers in the gradient pool
+  DType reduce_dtype = DType::kF32;     // in which gradients travel
+  std::vector<zero::UnitSpec> units{};  // that parameters name
+  zero::GatherLimits limits{};
 };
+
+// One fp32 value a parameter element.
+enum class StateKind : std::uint8_t { kMaster, kState1, kState2, kGrad };
 
 struct StepResult {
   math::StepScalars scalars;
@@ -35,10 +42,15 @@ struct StepResult {
 
 class StepEngine {
  public:
+  // Allocates the parameters only: load them all, then call allocate_states(). Collective.
   StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device& device, std::vector<zero::ParamSpec> params,
              std::vector<optim::Hyper> groups, const Options& options);
 
-  // Where a parameter of the model lies: `memory` (kept alive by whoever wraps it) and the byte offset in it.
+  // Allocates accumulators, optimizer state and the gradient pool, so that what the parameters came from can be freed
+  // before.
+  void allocate_states();
+
+  // Where a parameter without a unit lies: `memory` (kept alive by whoever wraps it) and the byte offset in it.
   struct ParamMemory {
     Memory memory;
     std::int64_t memory_bytes = 0;
@@ -47,16 +59,38 @@ class StepEngine {
   ParamMemory param_memory(int param) const;
 
   int num_buckets() const { return static_cast<int>(buckets_.size()); }
-  int bucket_of(int param) const { return layout_.location(param).bucket; }
+  const zero::ShardLayout& layout() const { return layout_; }
 
-  // Sets a parameter from rank 0's fp32 values, which replace those of the other ranks: the model's copy is rounded to
-  // its dtype, the master keeps all bits. Collective.
+  // Sets a parameter from rank 0's values, which replace those of the other ranks: what is kept is rounded to its
+  // dtype, the master keeps all bits. A trainable parameter's values must be fp32, another's of its own dtype.
+  // Collective.
   void load_param(int param, BufferView values);
 
-  // Takes the owned part of a parameter's master from the model's copy, after somebody wrote to that. Local.
+  // Takes the owned part of the master of a parameter that is kept whole from what is kept, after somebody wrote to
+  // that. Local.
   void reload_master(int param);
 
+  // Gathers one kind of state of a trainable parameter into `out`, fp32 elements in its own order; or sets it from rank
+  // 0's values (of kMaster: as load_param does). What a step of this kind has not: kConfig. kGrad: what was folded
+  // since the last step. Collective.
+  void read_state(int param, StateKind kind, BufferView out);
+  void write_state(int param, StateKind kind, BufferView values);
+
+  // The part of a parameter whose state this rank owns, and that part's state. Local; but setting kMaster of a
+  // parameter that is kept whole is collective, since every rank then gets the others' parts.
+  struct Range {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+  };
+  Range owned_range(int param) const;
+  void read_owned_state(int param, StateKind kind, BufferView out);
+  void write_owned_state(int param, StateKind kind, BufferView values);
+
   zero::GradReducer& reducer() { return *reducer_; }
+  zero::ParamGatherer& gatherer() { return *gatherer_; }
+
+  // The group in which parameters are gathered before use: the same ranks, other collectives.
+  const std::shared_ptr<comm::Communicator>& gather_comm() const { return gather_comm_; }
 
   // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a
   // parameter group. divisor: loss scale times micro-batches; max_norm 0: no clipping. Nothing is updated when a
@@ -74,15 +108,22 @@ class StepEngine {
   std::span<const std::int64_t> param_steps() const { return optimizer_.steps(); }
 
  private:
-  void allocate_bucket(int index);
+  void allocate_params(int index);
+  void allocate_states(int index);
+  BufferView state(const zero::Bucket& bucket, StateKind kind) const;
+  Range range_of(int param, int rank, StateKind kind) const;
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
-  void set_master(int param, BufferView values);
-  bool gathers_params() const { return policy_.shard_optimizer && comm_->size() > 1; }
+  void copy_overlap(BufferView in, std::int64_t in_offset, BufferView out, std::int64_t out_offset);
+  bool gathers_after_update(std::size_t bucket) const {
+    return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
+  }
   math::StepScalars measure(double divisor, double max_norm, std::int64_t settings);
   std::vector<int> nonfinite_params();
 
   std::shared_ptr<comm::Communicator> comm_;
+  std::shared_ptr<comm::Communicator> gather_comm_;
   device::Device& device_;
+  Options options_;
   std::vector<zero::ParamSpec> params_;
   zero::StagePolicy policy_;
   zero::ShardLayout layout_;
@@ -94,6 +135,7 @@ class StepEngine {
       std::make_shared<std::vector<Memory>>();  // all; held by what is in flight
   std::map<std::string, std::int64_t> bytes_;
   std::unique_ptr<zero::GradReducer> reducer_;
+  std::unique_ptr<zero::ParamGatherer> gatherer_;
   std::vector<comm::Work> gathers_;  // one a bucket, reused
   std::vector<std::uint8_t> nonfinite_;
 };

@@ -11,22 +11,25 @@
 
 namespace zc::zero {
 
-// What a ZeRO stage keeps as a shard (Rajbhandari et al. 2020, section 5). With the ordered reduction stages 1 and 2
-// keep the same.
+// What a ZeRO stage keeps as a shard (Rajbhandari et al. 2020, section 5), besides the parameters: which of those are
+// sharded is a property of each (ParamSpec::sharded), since stage 3 keeps small ones whole. With the ordered reduction
+// stages 1 and 2 keep the same.
 struct StagePolicy {
-  bool shard_params = false;
   bool shard_grads = false;
   bool shard_optimizer = false;
-  static StagePolicy of(int stage) { return {stage >= 3, stage >= 1, stage >= 1}; }
+  static StagePolicy of(int stage) { return {stage >= 1, stage >= 1}; }
 };
 
-// "Owned" is the part of the bucket whose optimizer state this rank keeps: its shard, or all of it in stage 0.
+// "Owned" is the part of the bucket whose optimizer state this rank keeps: its shard, or all of it in stage 0. "Kept"
+// is the part whose parameters it keeps: its shard when they are sharded, else all. Offsets are in elements of the
+// bucket.
 struct Bucket {
-  std::string label;                        // "bucket 7 (layers.3.mlp.up.weight .. layers.3.norm.bias)"
-  std::int64_t owned_offset = 0;            // first owned element
-  std::int64_t shard_offset = 0;            // first element of this rank's shard
-  BufferView params;                        // whole bucket, model dtype
-  BufferView grads;                         // owned, fp32: the accumulator
+  std::string label;  // "bucket 7 (layers.3.mlp.up.weight and others)"
+  std::int64_t kept_offset = 0;
+  std::int64_t owned_offset = 0;
+  std::int64_t shard_offset = 0;
+  BufferView params;                        // kept, model dtype
+  BufferView grads;                         // owned: the accumulator. Null, as what follows, when nothing is trained
   BufferView grad_shard;                    // the part of grads that reductions fold into
   BufferView master;                        // owned, fp32; for an fp32 model the owned part of params itself
   std::array<BufferView, 2> states;         // owned, fp32; null when the optimizer keeps fewer

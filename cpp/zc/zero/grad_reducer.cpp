@@ -1,7 +1,6 @@
 #include "zc/zero/grad_reducer.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace zc::zero {
 namespace {
@@ -19,24 +18,28 @@ bool test_bit(const std::vector<std::int64_t>& words, std::size_t bit) {
 }  // namespace
 
 GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-                         std::span<const Bucket> buckets, int num_buffers, std::shared_ptr<void> owner)
-    : comm_(std::move(comm)), device_(device), layout_(layout), buckets_(buckets), owner_(std::move(owner)) {
+                         std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner)
+    : comm_(std::move(comm)),
+      device_(device),
+      layout_(layout),
+      buckets_(buckets),
+      dtype_(dtype),
+      owner_(std::move(owner)) {
   std::int64_t largest = 0;
-  std::size_t num_params = 0;
+  const auto num_params = static_cast<std::size_t>(layout_.num_params());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const BucketLayout& bucket = layout_.buckets()[b];
     labels_.push_back("reduce " + buckets_[b].label);
-    largest = std::max(largest, bucket.numel * size_bytes(bucket.dtype));
-    num_params += bucket.placements.size();
+    if (!bucket.trainable) continue;
+    order_.push_back(static_cast<int>(b));
+    largest = std::max(largest, bucket.numel * size_bytes(dtype_));
   }
   if (comm_->size() > 1) {
-    pool_.resize(std::min(buckets_.size(), static_cast<std::size_t>(num_buffers)));
+    pool_.resize(std::min(order_.size(), static_cast<std::size_t>(num_buffers)));
     for (Buffer& buffer : pool_) buffer.memory = comm_->allocate(largest);
     pool_bytes_ = largest * static_cast<std::int64_t>(pool_.size());
   }
   expected_.resize(num_params);
-  order_.resize(buckets_.size());
-  std::iota(order_.begin(), order_.end(), 0);
   arrivals_.resize(num_params);
   grads_.resize(num_params);
   late_.resize(num_params);
@@ -116,20 +119,16 @@ void GradReducer::launch(int bucket, bool late_only) {
     buffer = &pool_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % pool_.size();
     buffer->work.wait();
-    staging = {buffer->memory.get(), layout.numel, layout.dtype, device_.id()};
+    staging = {buffer->memory.get(), layout.numel, dtype_, device_.id()};
   }
   for (const Placement& placement : layout.placements) {
     BufferView& grad = grads_[static_cast<std::size_t>(placement.param)];
     const bool take =
         grad.data != nullptr && has_micro_batch_ && (!late_only || late_[static_cast<std::size_t>(placement.param)]);
     if (alone) {
-      if (take) {
-        const void* source[] = {grad.data};
-        device_.kernels().fold(source, layout.dtype, buckets_[b].grad_shard.slice(placement.offset, placement.numel),
-                               {});
-      }
+      if (take) fold_here(buckets_[b], placement, grad);
     } else if (take) {
-      device_.copy(grad, staging.slice(placement.offset, placement.numel), {});
+      device_.kernels().cast(grad, staging.slice(placement.offset, placement.numel), {});
     } else {
       device_.kernels().zero(staging.slice(placement.offset, placement.numel), {});
     }
@@ -141,6 +140,22 @@ void GradReducer::launch(int bucket, bool late_only) {
   }
   launched_[b] = 1;
   just_launched_.push_back(bucket);
+}
+
+// With one rank: folds a gradient into the accumulator, rounded as if it had travelled.
+void GradReducer::fold_here(const Bucket& bucket, const Placement& placement, BufferView grad) {
+  if (grad.dtype != dtype_) {
+    if (rounded_numel_ < grad.numel) {
+      rounded_ = device_.allocate(grad.numel * size_bytes(dtype_));
+      pool_bytes_ += (grad.numel - rounded_numel_) * size_bytes(dtype_);
+      rounded_numel_ = grad.numel;
+    }
+    const BufferView rounded{rounded_.get(), grad.numel, dtype_, device_.id()};
+    device_.kernels().cast(grad, rounded, {});
+    grad = rounded;
+  }
+  const void* source[] = {grad.data};
+  device_.kernels().fold(source, dtype_, bucket.grad_shard.slice(placement.offset, placement.numel), {});
 }
 
 void GradReducer::agree_on_record() {

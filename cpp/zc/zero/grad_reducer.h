@@ -24,11 +24,12 @@ namespace zc::zero {
 
 class GradReducer {
  public:
-  // buckets: of `layout`, with grad_shard set; must outlive the reducer. num_buffers: bucket buffers in the pool; one
-  // is filled while the others are in flight. With one rank gradients are folded from where they lie and there is no
-  // pool. owner: keeps the accumulators' memory alive; every reduction in flight holds it.
+  // buckets: of `layout`, with grad_shard set where they are trainable; must outlive the reducer. dtype: what gradients
+  // are rounded to on their way. num_buffers: bucket buffers in the pool; one is filled while the others are in flight.
+  // With one rank there is no pool: gradients are folded from where they lie. owner: keeps the accumulators' memory
+  // alive; every reduction in flight holds it.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-              std::span<const Bucket> buckets, int num_buffers, std::shared_ptr<void> owner);
+              std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner);
 
   std::int64_t pool_bytes() const { return pool_bytes_; }
 
@@ -57,6 +58,7 @@ class GradReducer {
 
  private:
   void launch(int bucket, bool late_only);
+  void fold_here(const Bucket& bucket, const Placement& placement, BufferView grad);
   void agree_on_record();
   std::vector<int> exchange_usage();
 
@@ -64,6 +66,7 @@ class GradReducer {
   device::Device& device_;
   const ShardLayout& layout_;
   std::span<const Bucket> buckets_;
+  DType dtype_;
   std::shared_ptr<void> owner_;
   std::vector<std::string> labels_;
 
@@ -74,12 +77,14 @@ class GradReducer {
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;
   std::int64_t pool_bytes_ = 0;
+  Memory rounded_;  // one rank: a gradient on its way, when its own dtype is another
+  std::int64_t rounded_numel_ = 0;
 
   bool open_ = false;
   bool recording_ = true;
   bool has_micro_batch_ = true;
   std::vector<std::int64_t> expected_;  // arrivals a parameter, as recorded
-  std::vector<int> order_;              // buckets, as recorded
+  std::vector<int> order_;              // trainable buckets, as recorded
   std::vector<std::int64_t> arrivals_;  // in this micro-step
   std::vector<BufferView> grads_;       // not launched yet; data null when none
   std::vector<std::uint8_t> late_;

@@ -23,8 +23,12 @@ inline constexpr std::int64_t kSmallAlignment = 64;
 struct ParamSpec {
   std::string name;
   std::int64_t numel = 0;
-  DType dtype = DType::kF32;
-  int group = 0;  // index of its optimizer parameter group
+  DType dtype = DType::kF32;  // in which it is kept
+  int group = 0;              // index of its optimizer parameter group
+  int unit = -1;              // it is gathered with this unit before use; -1: it is used where it is kept, whole
+  DType compute_dtype = DType::kF32;  // with a unit: in which it is used
+  bool sharded = false;               // each rank keeps its shard only
+  bool trainable = true;              // false: it has neither gradient nor optimizer state
 };
 
 struct Placement {
@@ -35,6 +39,10 @@ struct Placement {
 
 struct BucketLayout {
   DType dtype = DType::kF32;
+  int unit = -1;
+  DType compute_dtype = DType::kF32;
+  bool sharded = false;
+  bool trainable = true;
   std::vector<Placement> placements;  // by ascending offset
   std::int64_t numel = 0;             // num_shards * shard_numel
   std::int64_t shard_numel = 0;       // a multiple of kBlockNumel
@@ -42,12 +50,13 @@ struct BucketLayout {
 
 class ShardLayout {
  public:
-  // Buckets hold parameters of one dtype, in reverse registration order (the order in which backward produces
-  // gradients), and are cut when the next parameter would take them past bucket_numel; a larger parameter has a bucket
-  // of its own.
+  // Buckets hold parameters that agree in dtypes, unit, sharded and trainable, in reverse registration order (the order
+  // in which backward produces gradients), and are cut when the next parameter would take them past bucket_numel; a
+  // larger parameter has a bucket of its own.
   ShardLayout(std::span<const ParamSpec> params, int num_shards, std::int64_t bucket_numel);
 
   int num_shards() const { return num_shards_; }
+  int num_params() const { return static_cast<int>(locations_.size()); }
   const std::vector<BucketLayout>& buckets() const { return buckets_; }
 
   struct Location {

@@ -60,6 +60,7 @@ std::unique_ptr<StepEngine> make_engine(std::shared_ptr<comm::Communicator> comm
     std::vector<float> values = gradient(-1, comm->rank() == 0 ? 0 : 99, p);  // other ranks' values must be replaced
     engine->load_param(p, {values.data(), kNumels[p], DType::kF32, {}});
   }
+  engine->allocate_states();
   return engine;
 }
 
@@ -130,6 +131,7 @@ TEST(StepEngineTest, SgdOnExactNumbersGivesTheMeanGradient) {
     test::run_ranks(num_ranks, [&](std::shared_ptr<comm::Communicator> comm) {
       StepEngine engine(comm, device::cpu_device(), {{"w", 2000, DType::kF32, 0}}, {SgdHyper{.lr = 0.5}},
                         {2, 1 << 20, 2});
+      engine.allocate_states();
       std::vector<float> values(2000, 3.0f), grad(2000);
       engine.load_param(0, {values.data(), 2000, DType::kF32, {}});
       for (int k = 0; k < (4 + num_ranks - 1) / num_ranks; ++k) {
@@ -244,6 +246,7 @@ TEST(StepEngineTest, MemoryFollowsTheFormulas) {
       for (DType dtype : {DType::kF32, DType::kBF16}) {
         test::run_ranks(num_ranks, [&](std::shared_ptr<comm::Communicator> comm) {
           StepEngine engine(comm, device::cpu_device(), {{"w", kPsi, dtype, 0}}, {AdamHyper{}}, {stage, 1 << 20, 2});
+          engine.allocate_states();
           const auto report = engine.memory_report();
           const std::int64_t n = stage == 0 ? 1 : num_ranks;
           EXPECT_EQ(report.at("parameters"), kPsi * size_bytes(dtype));
@@ -261,6 +264,7 @@ TEST(StepEngineTest, TrafficIsTwicePsi) {
   for (int stage : {1, 2}) {
     test::run_ranks(4, [&](std::shared_ptr<comm::Communicator> comm) {
       StepEngine engine(comm, device::cpu_device(), {{"w", kPsi, DType::kF32, 0}}, {AdamHyper{}}, {stage, 1 << 20, 2});
+      engine.allocate_states();
       const auto before = comm->counters();
       std::vector<float> grad(kPsi, 1.0f);
       engine.reducer().begin_micro_step(true);
@@ -279,7 +283,7 @@ TEST(StepEngineTest, TrafficIsTwicePsi) {
 
 TEST(StepEngineTest, RejectsAStageItDoesNotHave) {
   test::run_ranks(1, [&](std::shared_ptr<comm::Communicator> comm) {
-    EXPECT_THROW(StepEngine(comm, device::cpu_device(), specs(DType::kF32), {AdamHyper{}}, {3, 1 << 20, 2}), Error);
+    EXPECT_THROW(StepEngine(comm, device::cpu_device(), specs(DType::kF32), {AdamHyper{}}, {.stage = 4}), Error);
   });
 }
 

@@ -1,0 +1,283 @@
+"""Units' parameters in torch storage: gathered before a unit's forward and backward, emptied after.
+
+What to gather, keep and release, and when, is decided in the core (cpp/zc/zero/param_gatherer.h). Here are the storages,
+and the hooks that tell the core where the model is:
+
+  forward    a unit's pre-hook and hook enclose each call
+  backward   a hook on each output tells when the backward reaches the unit. A parameter that autograd has saved is
+             gathered, too, when the backward asks for it, by whatever way it got there (an output in a container of
+             somebody's own, a tensor stored on the side)
+
+Note: gathered parameters of a unit lie in one storage a bucket, which is emptied and refilled in place. So views that
+autograd or the user took stay right, and version counters do not move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from zerocore import _core, _released, _tensor
+from zerocore._units import Unit
+from zerocore.errors import Error
+
+_WAY_OUT = (
+    "When another module uses it, call zerocore.zero.register_external_parameter(module, parameter) before the engine is "
+    "built. Read it inside `with engine.unsharded():`, write it inside `with zerocore.zero.GatheredParameters([parameter], "
+    "modifier_rank=0):`, save engine.state_dict(); all of these on every rank."
+)
+
+
+@dataclasses.dataclass
+class _UnitState:
+    """A unit, its parameters' places, and what is in memory.
+
+    Attributes:
+        flats: one 1-D tensor a bucket, in the dtype of computation; its storage is empty while the unit is released.
+        params: with their names; data is a view of a flat.
+        whole: the parameters may be used.
+        versions: of the parameters when they became whole.
+    """
+
+    name: str
+    flats: dict[int, torch.Tensor]
+    params: list[tuple[str, torch.nn.Parameter]] = dataclasses.field(default_factory=list)
+    whole: bool = False
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+
+class UnitGatherer:
+    """Carries out the core's plans for one model.
+
+    Args:
+        core: whose gatherer decides.
+        units: as the core got them, in its order.
+    """
+
+    def __init__(self, core: _core.StepEngine, units: list[Unit]) -> None:
+        self._core = core
+        self._units: list[_UnitState] = []
+        self._unit_of_param: dict[int, int] = {}
+        self._unit_of_storage: dict[int, int] = {}
+        self._in_backward_of: int | None = None
+        for index, unit in enumerate(units):
+            flats = {}
+            for bucket, numel, dtype in core.unit_buckets(index):
+                flat = torch.empty(numel, dtype=_tensor.TORCH_DTYPES[dtype])
+                self._unit_of_storage[flat.untyped_storage()._cdata] = index
+                flats[bucket] = flat
+            self._units.append(_UnitState(unit.name, flats))
+        self._handles: list[Any] = []
+        for index, unit in enumerate(units):
+            self._hook(index, unit.module)
+
+    # Parameters
+
+    def adopt(self, unit: int, bucket: int, offset: int, name: str, param: torch.nn.Parameter) -> None:
+        """Lets the gatherer be the place of a parameter's values; those in it are gone."""
+        state = self._units[unit]
+        _released.mark_whole(param)
+        param.data = _tensor.shaped(state.flats[bucket][offset : offset + param.numel()], param)
+        state.params.append((name, param))
+        self._unit_of_param[id(param)] = unit
+        _released.set_home(param, self)
+
+    def forget(self, param: torch.nn.Parameter) -> None:
+        state = self._units[self._unit_of_param.pop(id(param))]
+        state.params = [(name, each) for name, each in state.params if each is not param]
+
+    def finish(self) -> None:
+        """All parameters are adopted: releases them."""
+        for state in self._units:
+            self._empty(state)
+
+    def name_of(self, param: torch.nn.Parameter) -> str:
+        state = self._units[self._unit_of_param[id(param)]]
+        return next(name for name, each in state.params if each is param)
+
+    def use_while_released(self, given: list[Any], operation: str) -> None:
+        raise _released.refuse(given, operation, _WAY_OUT)
+
+    # Gathering
+
+    def hold(self, unit: int) -> None:
+        """Gathers a unit until drop(). Collective."""
+        self._carry_out(self._core.enter_unit(unit, _core.Pass.demand, False))
+        self._bring(unit)
+
+    def drop(self, unit: int) -> None:
+        self._carry_out(self._core.leave_unit(unit, False))
+
+    def hold_param(self, param: torch.nn.Parameter) -> None:
+        self.hold(self._unit_of_param[id(param)])
+
+    def drop_param(self, param: torch.nn.Parameter) -> None:
+        self.drop(self._unit_of_param[id(param)])
+
+    def refresh_param(self, param: torch.nn.Parameter) -> None:
+        """The kept values of a parameter that is whole have changed: it is gathered again. Collective."""
+        unit = self._unit_of_param[id(param)]
+        self._start(unit)
+        self._bring(unit)
+
+    def end_backward(self) -> None:
+        self._carry_out(self._core.end_backward())
+
+    def end_micro_step(self) -> None:
+        self._core.end_gathers_of_micro_step()
+
+    def invalidate(self) -> None:
+        """Parameters are about to change: releases all."""
+        self._carry_out(self._core.invalidate_units())
+
+    def gathered_bytes(self) -> int:
+        return sum(flat.untyped_storage().nbytes() for state in self._units for flat in state.flats.values())
+
+    def close(self) -> None:
+        """Takes the hooks off; the parameters stay whole. Collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _carry_out(self, plan: tuple[list[int], list[int]]) -> None:
+        released, gathered = plan
+        for unit in released:
+            self._empty(self._units[unit])
+        for unit in gathered:
+            self._start(unit)
+
+    def _start(self, unit: int) -> None:
+        for bucket, flat in self._units[unit].flats.items():
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            self._core.start_gather(bucket, _tensor.view(flat))
+
+    def _bring(self, unit: int) -> None:
+        state = self._units[unit]
+        self._core.wait_unit(unit)
+        if not state.whole:
+            for _, param in state.params:
+                _released.mark_whole(param)
+            state.whole = True
+        state.versions = [param._version for _, param in state.params]
+
+    def _empty(self, state: _UnitState) -> None:
+        if state.whole:
+            self._check_unwritten(state)
+        for _, param in state.params:
+            _released.mark_released(param)
+        state.whole = False
+        for flat in state.flats.values():
+            flat.untyped_storage().resize_(0)
+
+    def _check_unwritten(self, state: _UnitState) -> None:
+        storages = {flat.untyped_storage()._cdata for flat in state.flats.values()}
+        for (name, param), version in zip(state.params, state.versions, strict=True):
+            if param._version != version or param.untyped_storage()._cdata not in storages:
+                raise Error(
+                    f"[zero] parameter {name} was written to while it was gathered: got a change that would be lost, "
+                    "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. Write "
+                    "it there, on every rank."
+                )
+
+    # Hooks
+
+    def _hook(self, unit: int, module: torch.nn.Module) -> None:
+        training: list[bool] = []  # of the open calls
+        saving: list[Any] = []
+
+        @torch.compiler.disable
+        def before(module: torch.nn.Module, args: Any) -> None:
+            in_backward = torch._C._current_graph_task_id() != -1
+            training.append(torch.is_grad_enabled())
+            saving.append(None)
+            which = _core.Pass.backward if in_backward else _core.Pass.forward
+            self._carry_out(self._core.enter_unit(unit, which, training[-1]))
+            self._bring(unit)
+            if training[-1] and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                saving[-1] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                saving[-1].__enter__()
+
+        @torch.compiler.disable
+        def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            hooks = saving.pop()
+            if hooks is not None:
+                hooks.__exit__()
+            was_training = training.pop()
+            output = self._own_outputs(unit, output)
+            if was_training:
+                self._watch(unit, output)
+            self._carry_out(self._core.leave_unit(unit, was_training))
+            return output
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _own_outputs(self, unit: int, output: Any) -> Any:
+        """Replaces views of the unit's parameters by copies, since the unit is released behind them."""
+        storages = {flat.untyped_storage()._cdata for flat in self._units[unit].flats.values()}
+
+        def is_ours(value: Any) -> bool:
+            return (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, torch.nn.Parameter)
+                and value.layout is torch.strided
+                and value.untyped_storage()._cdata in storages
+            )
+
+        if any(is_ours(tensor) for tensor in tensors_in(output)):
+            return _pytree.tree_map(lambda value: value.clone() if is_ours(value) else value, output)
+        return output
+
+    def _watch(self, unit: int, output: Any) -> None:
+        """Gathers the unit when the backward reaches it."""
+
+        def reached(grad: torch.Tensor) -> None:
+            self._need(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(reached)
+
+    @torch.compiler.disable
+    def _need(self, unit: int) -> None:
+        self._carry_out(self._core.need_unit(unit))
+        self._bring(unit)
+
+    @torch.compiler.disable
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
+        unit = None
+        if tensor.layout is torch.strided:
+            unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+        return tensor.detach(), tensor._version, unit
+
+    @torch.compiler.disable
+    def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
+        tensor, version, unit = packed
+        if unit is not None:
+            self._need(unit)
+        if tensor._version != version:  # torch leaves this check to whoever packs
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: got a "
+                f"{tuple(tensor.shape)} tensor of {tensor.dtype} at version {tensor._version}, expected version "
+                f"{version}. Find it with torch.autograd.set_detect_anomaly(True)."
+            )
+        return tensor
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

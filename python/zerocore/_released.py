@@ -1,0 +1,154 @@
+"""Parameters whose values are elsewhere: they keep shape, dtype and numel, and refuse every other use.
+
+Note: a released parameter is made by switching its class and emptying its storage, in place. Whoever holds it (the
+module, an optimizer, autograd) holds the same object before and after. An emptied storage alone would not do: many
+operations read through it and return garbage, or crash.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zerocore.errors import Error
+
+_READ_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "retains_grad", "output_nr", "names", "is_cpu", "is_cuda", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta",
+    "is_mkldnn", "is_nested", "is_mps", "is_xla", "is_xpu", "is_ipu", "is_vulkan", "is_maia", "is_mtia", "_version",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype",
+)  # fmt: skip
+_WRITTEN_ATTRIBUTES = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "is_inference", "get_device", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "new_empty", "new_zeros", "new_ones", "new_full", "__len__", "__hash__",
+)  # fmt: skip
+_FUNCTIONS = (
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "numel",
+    "is_floating_point", "is_complex", "is_tensor",
+)  # fmt: skip
+
+
+def _allowed() -> set[Any]:
+    found = {getattr(torch.Tensor, name).__get__ for name in _READ_ATTRIBUTES if hasattr(torch.Tensor, name)}
+    found |= {getattr(torch.Tensor, name).__set__ for name in _WRITTEN_ATTRIBUTES if hasattr(torch.Tensor, name)}
+    found |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
+    return found | {getattr(torch, name) for name in _FUNCTIONS}
+
+
+_ALLOWED = _allowed()
+
+
+class Home(Protocol):
+    """Where the values of released parameters are."""
+
+    def name_of(self, param: torch.nn.Parameter) -> str: ...
+
+    def use_while_released(self, given: list[Any], operation: str) -> None:
+        """Somebody uses released parameters of this home, among `given`: makes them whole, or raises."""
+
+    def hold_param(self, param: torch.nn.Parameter) -> None:
+        """Makes the parameter whole until drop_param(). Collective."""
+
+    def drop_param(self, param: torch.nn.Parameter) -> None: ...
+
+    def forget(self, param: torch.nn.Parameter) -> None:
+        """The released parameter gets another home."""
+
+
+_homes: MutableMapping[torch.Tensor, Home] = WeakTensorKeyDictionary()  # not attributes, which would be pickled
+
+
+def home_of(param: torch.Tensor) -> Home | None:
+    """The home of a parameter that may be released at times; None for a plain one."""
+    return _homes.get(param)
+
+
+def set_home(param: torch.Tensor, home: Home | None) -> None:
+    """Gives a parameter a home, in place of one it may have."""
+    before = _homes.pop(param, None)
+    if before is not None and before is not home:
+        before.forget(param)  # type: ignore[arg-type]
+    if home is not None:
+        _homes[param] = home
+
+
+class Released:
+    """The behaviour that a released parameter's class adds to its own."""
+
+    _zc_class: type  # its own
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ALLOWED:
+            given = [*args, *kwargs.values()]
+            for home in {id(home): home for home in map(_homes.__getitem__, released_in(given))}.values():
+                home.use_while_released(given, _name_of(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _homes[self].use_while_released([self], "copy.deepcopy()")
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _homes[self].use_while_released([self], "pickling, as torch.save() does,")
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"released parameter {_homes[self].name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"  # type: ignore[attr-defined]
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def _name_of(func: Any) -> str:
+    """What the user wrote to get here, about."""
+    descriptor = getattr(func, "__self__", None)  # of an attribute
+    return f".{descriptor.__name__}" if descriptor is not None else f"{getattr(func, '__name__', func)}()"
+
+
+@functools.cache
+def _released_class(cls: type) -> type:
+    return type(f"Released{cls.__name__}", (Released, cls), {"__module__": __name__, "_zc_class": cls})
+
+
+def released_in(values: Iterable[Any]) -> list[Any]:
+    """The released parameters among `values`, looking into lists, tuples and dicts."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Released):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += released_in(value)
+        elif isinstance(value, dict):
+            found += released_in(value.values())
+    return found
+
+
+def mark_released(param: torch.nn.Parameter) -> None:
+    """Makes every use but that of its shape an error. The caller empties the storage."""
+    if not isinstance(param, Released):
+        param.__class__ = _released_class(type(param))
+
+
+def mark_whole(param: torch.nn.Parameter) -> None:
+    """Gives a released parameter its own class back. The caller has filled the storage."""
+    if isinstance(param, Released):
+        param.__class__ = param._zc_class
+
+
+def refuse(given: Iterable[Any], operation: str, way_out: str) -> Error:
+    """The error for a use of the released parameters among `given`."""
+    param = released_in(given)[0]
+    return Error(
+        f"[zero] {param!r}: its values are spread over the ranks; got {operation}, expected a use inside the forward "
+        f"of the module it belongs to. {way_out}"
+    )

@@ -1,0 +1,235 @@
+"""Sharded parameters: building models already sharded, and reading and writing parameters that are spread over ranks.
+
+Everything here is collective unless it says otherwise: all ranks call it alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as _torch_module
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocore import _comm, _core, _init, _params, _released
+from zerocore.config import as_config
+from zerocore.errors import ConfigError, Error
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+_external: Any = WeakIdKeyDictionary()  # module -> parameters that it uses without holding them
+
+
+class Init:
+    """Modules constructed inside this block are sharded over the ranks as they are constructed.
+
+        with zerocore.zero.Init():
+            model = Model()
+
+    On a rank there is never much more than one module whole, beside its part of the others. Initialisers see whole
+    tensors and draw the same random numbers as without Init; rank 0's values count. Values are at hand, parameter by
+    parameter, while the block is open; after it only in an engine or inside GatheredParameters.
+
+    Args:
+        module: an existing model, to be sharded right away.
+        config_dict_or_path, config: a configuration, DeepSpeed's or native; with a ZeRO stage below 3 nothing is done.
+        enabled: False: nothing is done.
+        dtype: what floating-point parameters are rounded to and kept in; None: their own. An engine's fp32 masters start
+            from these values.
+        comm: a communicator over all ranks of the job; by default the one of the process.
+
+    Raises:
+        ConfigError: a block inside another, or an engine built inside it.
+        CommError: ranks construct different modules.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        *,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        comm: _core.Communicator | None = None,
+    ) -> None:
+        given = config if config is not None else config_dict_or_path
+        self._enabled = enabled and (given is None or as_config(given).zero.stage == 3)
+        self._dtype = dtype
+        self._comm = comm
+        self._shards: _init.InitShards | None = None
+        self._handles: list[Any] = []
+        if module is not None and self._enabled:
+            shards = self._make_shards()
+            for owner in module.modules():
+                for name, param in owner.named_parameters(recurse=False):
+                    shards.new_param(owner, name, param)
+            shards.shard_all()
+
+    def _make_shards(self) -> _init.InitShards:
+        world = self._comm if self._comm is not None else _comm.world()
+        return _init.InitShards(_core.shard_group(world), self._dtype)
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if _init.open_inits:
+            raise ConfigError(
+                "[zero] Init inside another Init: expected one block at a time. Leave the outer one first."
+            )
+        shards = self._shards = self._make_shards()
+        shards.is_open = True
+
+        def on_parameter(module: torch.nn.Module, name: str, param: Any) -> None:
+            if isinstance(param, torch.nn.Parameter):
+                shards.new_param(module, name, param)
+
+        def on_module(module: torch.nn.Module, name: str, child: Any) -> None:
+            shards.shard_all(but_of=module)
+
+        self._handles = [
+            _torch_module.register_module_parameter_registration_hook(on_parameter),
+            _torch_module.register_module_module_registration_hook(on_module),
+        ]
+        _init.open_inits.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shards is None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        _init.open_inits.remove(self)
+        self._shards.is_open = False
+        if kind is None:  # else other ranks may be elsewhere
+            self._shards.shard_all()
+        self._shards = None
+
+
+class GatheredParameters:
+    """Inside this block parameters are whole on every rank.
+
+        with zerocore.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            if rank == 0:
+                torch.nn.init.zeros_(model.head.weight)
+
+    Parameters that are whole anyway are taken as they are.
+
+    Args:
+        params: parameters, or one; or a module, for all of its own.
+        modifier_rank: the rank whose changes all ranks take over when the block ends. None: nobody may change anything.
+        enabled: False: nothing is done.
+
+    Raises:
+        ConfigError: ranks name different parameters.
+        Error: a parameter was changed without a modifier_rank, or on other ranks than that one.
+    """
+
+    def __init__(
+        self,
+        params: torch.nn.Parameter | Iterable[torch.nn.Parameter] | torch.nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, torch.nn.Module):
+            params = params.parameters()
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._params = list({id(p): p for p in listed}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> GatheredParameters:
+        self._keepers = {id(p): _keeper(p) for p in self._params}
+        self._params = [p for p in self._params if self._keepers[id(p)] is not None]
+        if not self._params:
+            return self
+        self._comm = self._keepers[id(self._params[0])].comm
+        self._compare()
+        for param in self._params:
+            home = _released.home_of(param)
+            if home is not None:
+                home.hold_param(param)
+        self._versions = [p._version for p in self._params]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._params:
+            return
+        if kind is None:
+            self._take_over()
+        for param in self._params:
+            home = _released.home_of(param)
+            if home is not None:
+                home.drop_param(param)
+
+    def _compare(self) -> None:
+        names = [self._keepers[id(p)].name_of(p) for p in self._params]
+        text = f"{names}, modifier_rank={self._modifier_rank}"
+        if self._comm.size == 1:
+            return
+        digests = self._comm.gather_bytes(hashlib.sha256(text.encode()).digest(), "gather parameters")
+        if len(set(digests)) > 1:
+            raise ConfigError(
+                f"[zero] GatheredParameters: ranks name different parameters: got {len(names)} here on rank "
+                f"{self._comm.rank} (first {names[0]}, modifier_rank={self._modifier_rank}), expected the same list and "
+                "modifier_rank on every rank."
+            )
+
+    def _take_over(self) -> None:
+        """Gives all ranks what the modifier rank has changed."""
+        here = bytes(p._version != version for p, version in zip(self._params, self._versions, strict=True))
+        root = self._modifier_rank
+        if root is None:
+            if any(here):
+                name = self._name_of_first(here)
+                raise Error(
+                    f"[zero] GatheredParameters: parameter {name} was changed: got no modifier_rank, expected one, else "
+                    "the change is lost. Give modifier_rank=0, or change nothing."
+                )
+            return
+        by_rank = self._comm.gather_bytes(here, "changed parameters")
+        changed = by_rank[root]
+        elsewhere = bytes(any(flags) and not kept for *flags, kept in zip(*by_rank, changed, strict=True))
+        if any(elsewhere):
+            raise Error(
+                f"[zero] GatheredParameters: parameter {self._name_of_first(elsewhere)} was changed on a rank other than "
+                f"modifier_rank={root}, where it was not: that change would be lost. Change it on rank {root}."
+            )
+        for param, was_changed in zip(self._params, changed, strict=True):
+            if was_changed:
+                _params.broadcast([param], self._comm, "changed parameter", root=root)
+                owner = _params.owner_of(param)
+                if owner is not None:
+                    owner.load(param, param.detach())
+
+    def _name_of_first(self, flags: bytes) -> str:
+        param = self._params[flags.index(1)]
+        return self._keepers[id(param)].name_of(param)
+
+
+def _keeper(param: torch.nn.Parameter) -> Any:
+    """Who keeps a parameter's values, and its name: an engine's parameters or Init's shards; None for a plain one."""
+    return _params.owner_of(param) or _released.home_of(param)
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Says that `module` uses a parameter that another module holds, so that both find it gathered. Local.
+
+    Call it before the engine is built, on every rank.
+    """
+    _external.setdefault(module, []).append(parameter)
+
+
+def external_parameters(model: torch.nn.Module) -> Mapping[torch.nn.Module, list[torch.nn.Parameter]]:
+    """What was registered for the modules of a model."""
+    return {module: _external[module] for module in model.modules() if module in _external}
