@@ -15,6 +15,7 @@ import torch
 from zerocore import _comm, _core, _data, _init, _optimizer, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
+from zerocore._buffers import RunningStatistics
 from zerocore._params import DTYPES, ModelParams, broadcast, share_other_state
 from zerocore._random import named_generator
 from zerocore.config import Config, PrecisionConfig, as_config
@@ -89,6 +90,7 @@ class Engine(torch.nn.Module):
         self._optimizer = _optimizer.build(optimizer, self.config.optimizer, _trainable(given, model))
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
         # What can fail for the user's sake comes first: from here on the model is changed.
+        self._statistics = RunningStatistics(model, self.comm, ordered=self.config.buffers == "ordered")
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
         self._scaler = _loss_scaler(self.config.precision)
@@ -108,6 +110,7 @@ class Engine(torch.nn.Module):
         precision = self.config.precision
         dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
         share_other_state(model, self._params, self.comm, dtypes)
+        self._statistics.attach()
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
@@ -198,7 +201,7 @@ class Engine(torch.nn.Module):
         scale = 1.0 if self._scaler is None else self._scaler.scale
         divisor = self._accumulation.divisor() * scale
         result = self._params.step(divisor=divisor, max_norm=self.config.gradient_clipping)
-        broadcast(list(self.module.buffers()), self.comm, "buffers")
+        broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
         self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
         self._accumulation.reset()
         self._applied = not result.skipped
@@ -252,6 +255,7 @@ class Engine(torch.nn.Module):
             )
         if self._params.in_micro_step:
             self._params.end_micro_step(drop=True)
+            self._statistics.drop()
         self._params.zero_grad()
         self._accumulation.reset()
         self._forwards = 0
@@ -355,6 +359,7 @@ class Engine(torch.nn.Module):
     def close(self) -> None:
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent."""
         self._params.close()
+        self._statistics.close()
 
     destroy = close
 
@@ -377,6 +382,7 @@ class Engine(torch.nn.Module):
     def _end_micro_step(self) -> None:
         self._check_whole()
         self._params.end_micro_step()
+        self._statistics.end_micro_step(counts=self._had_micro_batch)
         self._accumulation.micro_steps += 1
         self.micro_steps += 1
         self._forwards = 0

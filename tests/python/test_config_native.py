@@ -39,6 +39,7 @@ def test_the_keys_are_these():
         "gradient_clipping",
         "steps_per_print",
         "seed",
+        "buffers",
         "optimizer.type",
         "optimizer.lr",
         "optimizer.betas",

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal
 
 from zerocore.config._batch import resolve_batch
 from zerocore.config._problems import config_error, show
@@ -48,6 +48,8 @@ class Config:
     """Steps between two log lines of the engine; None: none."""
     seed: SeedInt = 1234
     """Seed of the data order and of dropout."""
+    buffers: Literal["rank0", "ordered"] = "rank0"
+    """rank0: after a step all ranks take rank 0's; ordered: running statistics get all micro-batches, in order."""
     optimizer: OptimizerConfig | None = None
     """None: what is handed to Engine(optimizer=...); without that, AdamW with the defaults below and a warning."""
     scheduler: SchedulerConfig | None = None
