@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zerocore import _departure
 
 if TYPE_CHECKING:
-    from zerocore import errors, utils
+    from zerocore import errors, utils, zero
     from zerocore._engine import Engine, GradNorm
     from zerocore._initialize import initialize
     from zerocore.config import Config
@@ -27,6 +27,7 @@ _HOMES = {
     "initialize": "zerocore._initialize",
     "errors": "zerocore",
     "utils": "zerocore",
+    "zero": "zerocore",
 }
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "errors",
     "initialize",
     "utils",
+    "zero",
 ]
 
 

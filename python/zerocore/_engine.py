@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from zerocore import _comm, _core, _data, _init, _optimizer, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
@@ -78,8 +79,8 @@ class Engine(torch.nn.Module):
             raise ConfigError(f"[engine] model: got {type(model).__name__}, expected a torch.nn.Module.")
         if _init.open_inits:
             raise ConfigError(
-                "[engine] got an engine built inside `with zerocore.zero.Init():`, expected one after it. Leave the block "
-                "when the model is constructed."
+                "[engine] got an engine built inside `with zerocore.zero.Init():`, expected one after it. Leave the "
+                "block when the model is constructed."
             )
         unresolved = as_config(config)
         world = comm if comm is not None else _comm.world(timeout_ms=unresolved.comm.timeout_ms)
@@ -106,6 +107,7 @@ class Engine(torch.nn.Module):
             self.comm,
             external=zero.external_parameters(model),
             on_first_gradient=self._begin_micro_step,
+            on_read_gradient=self._end_micro_step_early,
         )
         precision = self.config.precision
         dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
@@ -116,6 +118,7 @@ class Engine(torch.nn.Module):
         self.micro_steps = 0
         self._forwards = 0  # in training since the last micro-step ended
         self._had_micro_batch = True
+        self._ended_early = False  # the micro-step, by somebody who read gradients
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._grad_norm: GradNorm | None = None
         self._applied = False
@@ -190,10 +193,11 @@ class Engine(torch.nn.Module):
             NonFiniteError: gradients are not finite and the policy is "raise", or the loss scale is exhausted.
         """
         pending = self._accumulation.micro_steps > 0 and self._accumulation.forward_ends_micro_step()
-        if not self._params.in_micro_step and not pending:
+        if not self._params.in_micro_step and not pending and not self._ended_early:
             raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
         if self._params.in_micro_step:
             self._end_micro_step()
+        self._ended_early = False
         self._accumulation.decide()
         if not self._accumulation.reached_boundary():
             self._applied = False
@@ -245,11 +249,12 @@ class Engine(torch.nn.Module):
             ConfigError: the step's earlier micro-batches are already added up with it.
         """
         loop_drops_all = self._accumulation.loop is Loop.PER_STEP and self._accumulation.micro_steps > 0
-        if not self._params.in_micro_step and not loop_drops_all:
+        if not self._params.in_micro_step and not self._ended_early and not loop_drops_all:
             return
-        if self._accumulation.micro_steps > 0 and not loop_drops_all:
+        earlier = self._accumulation.micro_steps - self._ended_early
+        if earlier > 0 and not loop_drops_all:
             raise ConfigError(
-                f"[engine] zero_grad: got a call in micro-step {self._accumulation.micro_steps + 1} of a step, "
+                f"[engine] zero_grad: got a call in micro-step {earlier + 1} of a step, "
                 "expected one in the first, or after step(). The earlier micro-batches' gradients are already in the "
                 "same sum."
             )
@@ -258,6 +263,7 @@ class Engine(torch.nn.Module):
             self._statistics.drop()
         self._params.zero_grad()
         self._accumulation.reset()
+        self._ended_early = False
         self._forwards = 0
         self._losses = []
         self._broken_by = None
@@ -309,6 +315,68 @@ class Engine(torch.nn.Module):
                 for name, value in count.items():
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
         return report
+
+    # Parameters that are spread over the ranks
+
+    def unsharded(
+        self, module: torch.nn.Module | None = None, *, modifier_rank: int | None = None
+    ) -> zero.GatheredParameters:
+        """A block in which all parameters of `module`, by default of the whole model, are whole. Collective.
+
+        It takes the memory of all of them on every rank. See zero.GatheredParameters for `modifier_rank`.
+        """
+        return zero.GatheredParameters(self.module if module is None else module, modifier_rank=modifier_rank)
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Copies of what the plain model's state_dict() would hold, under the same names. Collective.
+
+        Parameters are gathered one unit after the other, so that beside the result only one unit is whole. They are in
+        the dtype in which they are kept.
+
+        Args:
+            rank0_only: the other ranks take part and get an empty dict.
+        """
+        wanted = self.rank == 0 or not rank0_only
+        found: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        values = self._params.copies([v for v in found.values() if isinstance(v, torch.Tensor)], wanted)
+        if not wanted:
+            return {}
+        return {name: values.get(id(value), value) for name, value in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads what state_dict() has returned, or the plain model's; rank 0's values count. Collective.
+
+        Masters take the values as they are given, unrounded. The optimizer's state stays.
+
+        Args:
+            strict: names that are missing or unexpected are an error.
+
+        Returns:
+            The names that were missing, and those that were not expected, as torch's does.
+        """
+        if assign:
+            raise ConfigError("[engine] load_state_dict: got assign=True, expected False: values are copied.")
+        own = self.module.state_dict(keep_vars=True)
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        if strict and (missing or unexpected):
+            raise ConfigError(
+                f"[engine] load_state_dict: got {len(unexpected)} names that the model does not have (first "
+                f"{unexpected[:3]}) and no value for {len(missing)} (first {missing[:3]}), expected the model's own "
+                "names. Load a state of this model, or pass strict=False."
+            )
+        for name, target in own.items():
+            if name in state_dict and isinstance(target, torch.Tensor):
+                value = state_dict[name]
+                if tuple(value.shape) != tuple(target.shape):
+                    raise ConfigError(
+                        f"[engine] load_state_dict: {name}: got shape {tuple(value.shape)}, expected "
+                        f"{tuple(target.shape)}. Load a state of this model."
+                    )
+        for name, target in own.items():
+            if name in state_dict and isinstance(target, torch.Tensor):
+                self._params.load(target, state_dict[name])
+        return _IncompatibleKeys(missing, unexpected)
 
     # Settings
 
@@ -367,6 +435,11 @@ class Engine(torch.nn.Module):
 
     def _begin_micro_step(self) -> None:
         self._check_whole()
+        if self._ended_early:
+            raise ConfigError(
+                "[engine] got a backward() after the gradient was read or set, which ended the micro-step, expected "
+                "step() first. Read gradients after the micro-step's last backward()."
+            )
         if not self._params.in_micro_step:
             self._had_micro_batch = self._accumulation.has_micro_batch()
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
@@ -386,6 +459,18 @@ class Engine(torch.nn.Module):
         self._accumulation.micro_steps += 1
         self.micro_steps += 1
         self._forwards = 0
+
+    def _end_micro_step_early(self) -> float:
+        """For who reads gradients before step(): folds them all; what they are to be divided by. Collective."""
+        if self._params.in_micro_step:
+            self._end_micro_step()
+            self._ended_early = not self._accumulation.forward_ends_micro_step()
+        if self._accumulation.micro_steps == 0:
+            raise ConfigError(
+                "[engine] there is no gradient: got a read or write of one before backward() or after step(), expected "
+                "one between the two."
+            )
+        return self._accumulation.divisor() * self.loss_scale
 
     def _raises_on_nonfinite(self) -> bool:
         policy = self.config.precision.on_nonfinite

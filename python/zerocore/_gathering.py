@@ -1,7 +1,7 @@
 """Units' parameters in torch storage: gathered before a unit's forward and backward, emptied after.
 
-What to gather, keep and release, and when, is decided in the core (cpp/zc/zero/param_gatherer.h). Here are the storages,
-and the hooks that tell the core where the model is:
+What to gather, keep and release, and when, is decided in the core (cpp/zc/zero/param_gatherer.h). Here are the
+storages, and the hooks that tell the core where the model is:
 
   forward    a unit's pre-hook and hook enclose each call
   backward   a hook on each output tells when the backward reaches the unit. A parameter that autograd has saved is
@@ -15,7 +15,7 @@ autograd or the user took stay right, and version counters do not move.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from zerocore._units import Unit
 from zerocore.errors import Error
 
 _WAY_OUT = (
-    "When another module uses it, call zerocore.zero.register_external_parameter(module, parameter) before the engine is "
-    "built. Read it inside `with engine.unsharded():`, write it inside `with zerocore.zero.GatheredParameters([parameter], "
-    "modifier_rank=0):`, save engine.state_dict(); all of these on every rank."
+    "When another module uses it, call zerocore.zero.register_external_parameter(module, parameter) before the engine "
+    "is built. Read it inside `with engine.unsharded():`, write it inside "
+    "`with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`, save engine.state_dict(); all of these on "
+    "every rank."
 )
 
 
@@ -118,6 +119,9 @@ class UnitGatherer:
     def drop_param(self, param: torch.nn.Parameter) -> None:
         self.drop(self._unit_of_param[id(param)])
 
+    def unit_of(self, param: torch.nn.Parameter) -> int | None:
+        return self._unit_of_param.get(id(param))
+
     def refresh_param(self, param: torch.nn.Parameter) -> None:
         """The kept values of a parameter that is whole have changed: it is gathered again. Collective."""
         unit = self._unit_of_param[id(param)]
@@ -179,8 +183,8 @@ class UnitGatherer:
             if param._version != version or param.untyped_storage()._cdata not in storages:
                 raise Error(
                     f"[zero] parameter {name} was written to while it was gathered: got a change that would be lost, "
-                    "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. Write "
-                    "it there, on every rank."
+                    "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. "
+                    "Write it there, on every rank."
                 )
 
     # Hooks
@@ -189,7 +193,7 @@ class UnitGatherer:
         training: list[bool] = []  # of the open calls
         saving: list[Any] = []
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: torch.nn.Module, args: Any) -> None:
             in_backward = torch._C._current_graph_task_id() != -1
             training.append(torch.is_grad_enabled())
@@ -201,7 +205,7 @@ class UnitGatherer:
                 saving[-1] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 saving[-1].__enter__()
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
             hooks = saving.pop()
             if hooks is not None:
@@ -240,21 +244,21 @@ class UnitGatherer:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(reached)
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _need(self, unit: int) -> None:
         self._carry_out(self._core.need_unit(unit))
         self._bring(unit)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
         unit = None
         if tensor.layout is torch.strided:
             unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
         return tensor.detach(), tensor._version, unit
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
         tensor, version, unit = packed
         if unit is not None:

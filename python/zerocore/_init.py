@@ -10,7 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore import _core, _released, _tensor
 from zerocore._params import broadcast
-from zerocore.errors import ConfigError
 
 _WAY_OUT = (
     "Outside `with zerocore.zero.Init():` read or write it inside `with zerocore.zero.GatheredParameters([parameter], "

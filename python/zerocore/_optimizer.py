@@ -29,6 +29,13 @@ class Optimizer(torch.optim.Optimizer):
         self.type = type
         super().__init__(params, defaults)
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names in torch of the states that the core keeps for each parameter, in its order."""
+        if self.type == "sgd":
+            return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+        return ("exp_avg", "exp_avg_sq")
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raises UnsupportedError: gradients and state are sharded, so only the engine can step."""
         raise UnsupportedError(

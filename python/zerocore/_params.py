@@ -21,19 +21,21 @@ logger = logging.getLogger("zerocore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _owners: MutableMapping[torch.Tensor, ModelParams] = WeakTensorKeyDictionary()  # the engine's, of each parameter
+_STATES = (_core.StateKind.state1, _core.StateKind.state2)
 _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
 class ModelParams:
     """Moves parameters into the core's buckets, and feeds it the gradients of those that are trained.
 
-    The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data` becomes
-    a view, of a bucket where the parameter is used as it is kept, else of its unit's storage (_gathering.py). Parameters
-    are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
+    The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data`
+    becomes a view, of a bucket where the parameter is used as it is kept, else of its unit's storage (_gathering.py).
+    Parameters are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
 
     Args:
         external: parameters that modules use without holding them (zero.register_external_parameter).
         on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
+        on_read_gradient: ends the open micro-step and returns what the gradients are to be divided by.
 
     Raises:
         ConfigError: a parameter of the optimizer is not the model's, stands in two groups, or is another engine's.
@@ -49,6 +51,7 @@ class ModelParams:
         *,
         external: Mapping[torch.nn.Module, Collection[torch.nn.Parameter]],
         on_first_gradient: Callable[[], None],
+        on_read_gradient: Callable[[], float],
     ) -> None:
         self._optimizer = optimizer
         self.comm = comm
@@ -122,6 +125,7 @@ class ModelParams:
         self._scaled = self._compute_dtype == torch.float16
         self._in_backward = False
         self._on_first_gradient = on_first_gradient
+        self._on_read_gradient = on_read_gradient
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.params)
@@ -206,8 +210,8 @@ class ModelParams:
         for index, home in zip(self._in_place, self._homes, strict=True):
             if self.params[index].data_ptr() != home:
                 raise ConfigError(
-                    f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other storage "
-                    "(p.data = ..., model.to(), load_state_dict(assign=True), a second engine). Copy values in place "
+                    f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other "
+                    "storage (p.data = ..., model.to(), load_state_dict(assign=True), a second engine). Copy values in place "
                     "instead, as in p.copy_(values), or build a new engine."
                 )
         for name, param in self._not_trained:
@@ -286,6 +290,36 @@ class ModelParams:
         with torch.no_grad(), whole(param):
             return param.detach().to(kept, copy=True)
 
+    def copies(self, tensors: list[torch.Tensor], wanted: bool) -> dict[int, torch.Tensor]:
+        """Copies of parameters, as full_values() makes them, and of other tensors, by id; one unit is whole at a time.
+
+        Args:
+            wanted: False: only takes part. Collective.
+        """
+        distinct = {id(tensor): tensor for tensor in tensors}
+        in_core = [key for key in distinct if key in self._index_of]
+        in_core.sort(key=lambda key: (self._core.location(self._index_of[key])[0], self._index_of[key]))
+        found = {}
+        for key, tensor in distinct.items():
+            if key not in self._index_of and wanted:
+                found[key] = tensor.detach().clone()
+        held = None
+        for key in in_core:
+            param = self.params[self._index_of[key]]
+            unit = self.gatherer.unit_of(param)
+            if unit != held:
+                if held is not None:
+                    self.gatherer.drop(held)
+                if unit is not None:
+                    self.gatherer.hold(unit)
+                held = unit
+            value = self.full_values(param)
+            if wanted:
+                found[key] = value
+        if held is not None:
+            self.gatherer.drop(held)
+        return found
+
     def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """A trained parameter's state of one kind, whole, in fp32. Collective."""
         out = _tensor.shaped(torch.empty(param.numel()), param)
@@ -296,7 +330,8 @@ class ModelParams:
         """Sets a parameter's state from rank 0's values. Collective."""
         if tuple(values.shape) != tuple(param.shape):
             raise ConfigError(
-                f"[zero] {self.name_of(param)}: got values of shape {tuple(values.shape)}, expected {tuple(param.shape)}."
+                f"[zero] {self.name_of(param)}: got values of shape {tuple(values.shape)}, expected "
+                f"{tuple(param.shape)}. Give the whole parameter's values."
             )
         own = _tensor.shaped(torch.empty(param.numel()), param)
         own.copy_(values)
@@ -304,12 +339,53 @@ class ModelParams:
         if kind == _core.StateKind.master:
             self._after_write(param)
 
-    def load(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Sets a parameter from rank 0's values, which have its shape. Collective."""
-        index = self.index_of(param)
+    def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
+        """The part of a trained parameter's state that this rank owns, 1-D. Local."""
+        begin, end = self._core.owned_range(self.index_of(param))
+        out = torch.empty(end - begin)
+        self._core.read_owned_state(self.index_of(param), kind, _tensor.view(out))
+        return out
+
+    def write_local(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
+        """Sets the part of a trained parameter's state that this rank owns. Of masters collective."""
+        begin, end = self._core.owned_range(self.index_of(param))
+        if values.numel() != end - begin:
+            raise ConfigError(
+                f"[zero] {self.name_of(param)}: got {values.numel()} values, expected the {end - begin} of this rank's "
+                "part. Read the part first to see its length."
+            )
+        own = values.detach().reshape(-1).to(torch.float32, copy=True)
+        self._core.write_owned_state(self.index_of(param), kind, _tensor.view(own))
+        if kind == _core.StateKind.master:
+            self._after_write(param)
+
+    def state_kind(self, key: str) -> _core.StateKind:
+        """The optimizer state that torch's optimizers call `key`."""
+        kinds = dict(zip(self._optimizer.state_names, _STATES, strict=False))
+        if key not in kinds:
+            raise ConfigError(
+                f'[zero] optimizer state "{key}": got a name that {self._optimizer.type} does not have, expected one of '
+                f"{list(kinds)}."
+            )
+        return kinds[key]
+
+    def gradient_divisor(self) -> float:
+        """Ends the open micro-step; what the folded gradients are to be divided by. Collective."""
+        return self._on_read_gradient()
+
+    def load(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Sets a parameter or buffer of the model from rank 0's values, which have its shape. Collective."""
+        index = self._index_of.get(id(target))
+        if index is None:
+            with torch.no_grad():
+                target.copy_(values)
+            broadcast([target], self.comm, "load a tensor")
+            return
+        param = self.params[index]
         dtype = torch.float32 if self._is_trained[index] else self._dtypes(param)[0]
         own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype), param)
-        own.copy_(values)
+        with torch.no_grad():
+            own.copy_(values)
         self._core.load_param(index, _tensor.view(own))
         self._after_write(param)
 
@@ -394,18 +470,16 @@ def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype
 
 
 def _sharded(params: list[torch.nn.Parameter], zero: ZeroConfig) -> set[int]:
-    """Which parameters stage 3 shards: all but small ones, smallest first, within the bound on what stays whole."""
+    """Which parameters stage 3 shards: all but the small ones, as long as these are few enough in all."""
     room = zero.persistent_total_numel
-    kept = set()
-    for param in sorted(params, key=lambda p: p.numel()):
-        if param.numel() > zero.persistent_param_numel and param.numel() > 0:
-            break
-        if room is not None:
-            if param.numel() > room:
-                break
-            room -= param.numel()
-        kept.add(id(param))
-    return {id(p) for p in params} - kept
+    sharded = set()
+    for param in params:
+        if param.numel() <= zero.persistent_param_numel or param.numel() == 0:
+            if room is None or param.numel() <= room:
+                room = None if room is None else room - param.numel()
+                continue
+        sharded.add(id(param))
+    return sharded
 
 
 def _choose_units(
@@ -453,8 +527,8 @@ def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], c
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             raise ConfigError(
-                f"[engine] parameter {name} belongs to another engine: got a model that was wrapped before, expected one "
-                "engine a model. Call close() on the other engine first."
+                f"[engine] parameter {name} belongs to another engine: got a model that was wrapped before, expected "
+                "one engine a model. Call close() on the other engine first."
             )
     if len(named) != len(group_of):
         raise ConfigError(

@@ -65,21 +65,21 @@ class Home(Protocol):
 _homes: MutableMapping[torch.Tensor, Home] = WeakTensorKeyDictionary()  # not attributes, which would be pickled
 
 
-def home_of(param: torch.Tensor) -> Home | None:
+def home_of(param: torch.nn.Parameter) -> Home | None:
     """The home of a parameter that may be released at times; None for a plain one."""
     return _homes.get(param)
 
 
-def set_home(param: torch.Tensor, home: Home | None) -> None:
+def set_home(param: torch.nn.Parameter, home: Home | None) -> None:
     """Gives a parameter a home, in place of one it may have."""
     before = _homes.pop(param, None)
     if before is not None and before is not home:
-        before.forget(param)  # type: ignore[arg-type]
+        before.forget(param)
     if home is not None:
         _homes[param] = home
 
 
-class Released:
+class Released(torch.nn.Parameter):
     """The behaviour that a released parameter's class adds to its own."""
 
     _zc_class: type  # its own
@@ -103,7 +103,7 @@ class Released:
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"released parameter {_homes[self].name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"  # type: ignore[attr-defined]
+        return f"released parameter {_homes[self].name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -117,12 +117,12 @@ def _name_of(func: Any) -> str:
 
 @functools.cache
 def _released_class(cls: type) -> type:
-    return type(f"Released{cls.__name__}", (Released, cls), {"__module__": __name__, "_zc_class": cls})
+    return type(cls)(f"Released{cls.__name__}", (Released, cls), {"__module__": __name__, "_zc_class": cls})
 
 
-def released_in(values: Iterable[Any]) -> list[Any]:
+def released_in(values: Iterable[Any]) -> list[Released]:
     """The released parameters among `values`, looking into lists, tuples and dicts."""
-    found: list[Any] = []
+    found: list[Released] = []
     for value in values:
         if isinstance(value, Released):
             found.append(value)

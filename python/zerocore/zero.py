@@ -37,8 +37,8 @@ class Init:
         module: an existing model, to be sharded right away.
         config_dict_or_path, config: a configuration, DeepSpeed's or native; with a ZeRO stage below 3 nothing is done.
         enabled: False: nothing is done.
-        dtype: what floating-point parameters are rounded to and kept in; None: their own. An engine's fp32 masters start
-            from these values.
+        dtype: what floating-point parameters are rounded to and kept in; None: their own. An engine's fp32 masters
+            start from these values.
         comm: a communicator over all ranks of the job; by default the one of the process.
 
     Raises:
@@ -139,7 +139,7 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, torch.nn.Module):
             params = params.parameters()
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         if fwd_module is not None:
@@ -181,8 +181,8 @@ class GatheredParameters:
         if len(set(digests)) > 1:
             raise ConfigError(
                 f"[zero] GatheredParameters: ranks name different parameters: got {len(names)} here on rank "
-                f"{self._comm.rank} (first {names[0]}, modifier_rank={self._modifier_rank}), expected the same list and "
-                "modifier_rank on every rank."
+                f"{self._comm.rank} (first {names[0]}, modifier_rank={self._modifier_rank}), expected the same list "
+                "and modifier_rank on every rank."
             )
 
     def _take_over(self) -> None:
@@ -193,8 +193,8 @@ class GatheredParameters:
             if any(here):
                 name = self._name_of_first(here)
                 raise Error(
-                    f"[zero] GatheredParameters: parameter {name} was changed: got no modifier_rank, expected one, else "
-                    "the change is lost. Give modifier_rank=0, or change nothing."
+                    f"[zero] GatheredParameters: parameter {name} was changed: got no modifier_rank, expected one, "
+                    "else the change is lost. Give modifier_rank=0, or change nothing."
                 )
             return
         by_rank = self._comm.gather_bytes(here, "changed parameters")
@@ -202,8 +202,8 @@ class GatheredParameters:
         elsewhere = bytes(any(flags) and not kept for *flags, kept in zip(*by_rank, changed, strict=True))
         if any(elsewhere):
             raise Error(
-                f"[zero] GatheredParameters: parameter {self._name_of_first(elsewhere)} was changed on a rank other than "
-                f"modifier_rank={root}, where it was not: that change would be lost. Change it on rank {root}."
+                f"[zero] GatheredParameters: parameter {self._name_of_first(elsewhere)} was changed on a rank other "
+                f"than modifier_rank={root}, where it was not: that change would be lost. Change it on rank {root}."
             )
         for param, was_changed in zip(self._params, changed, strict=True):
             if was_changed:
@@ -214,7 +214,7 @@ class GatheredParameters:
 
     def _name_of_first(self, flags: bytes) -> str:
         param = self._params[flags.index(1)]
-        return self._keepers[id(param)].name_of(param)
+        return str(self._keepers[id(param)].name_of(param))
 
 
 def _keeper(param: torch.nn.Parameter) -> Any:
