@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zerocore import _departure
 
 if TYPE_CHECKING:
-    from zerocore import errors, utils, zero
+    from zerocore import checkpointing, errors, utils, zero
     from zerocore._engine import Engine, GradNorm
     from zerocore._initialize import initialize
     from zerocore.config import Config
@@ -25,6 +25,7 @@ _HOMES = {
     "WarmupDecayLR": "zerocore.schedulers",
     "WarmupLR": "zerocore.schedulers",
     "initialize": "zerocore._initialize",
+    "checkpointing": "zerocore",
     "errors": "zerocore",
     "utils": "zerocore",
     "zero": "zerocore",
@@ -37,6 +38,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "checkpointing",
     "errors",
     "initialize",
     "utils",

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zerocore import _comm, _core, _data, _init, _optimizer, schedulers, zero
+from zerocore import _comm, _core, _data, _init, _optimizer, checkpointing, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._params import DTYPES, ModelParams, broadcast, share_other_state
 from zerocore._random import named_generator
+from zerocore._units import choose_units
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
 
@@ -123,6 +124,7 @@ class Engine(torch.nn.Module):
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None
+        self._undo_checkpointing = self._checkpoint_units()
         self.comm.set_activity("step 0")
 
     # Training
@@ -328,7 +330,7 @@ class Engine(torch.nn.Module):
         return zero.GatheredParameters(self.module if module is None else module, modifier_rank=modifier_rank)
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Copies of what the plain model's state_dict() would hold, under the same names. Collective.
+        """Copies of what a state dict of the plain model would hold, under the same names. Collective.
 
         Parameters are gathered one unit after the other, so that beside the result only one unit is whole. They are in
         the dtype in which they are kept.
@@ -426,12 +428,20 @@ class Engine(torch.nn.Module):
 
     def close(self) -> None:
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent."""
+        self._undo_checkpointing()
         self._params.close()
         self._statistics.close()
 
     destroy = close
 
     # Inside
+
+    def _checkpoint_units(self) -> Callable[[], None]:
+        if not self.config.activation_checkpointing.enabled:
+            return lambda: None
+        zero = self.config.zero
+        units = choose_units(self.module, min_numel=zero.unit_numel, classes=zero.unit_classes, names=zero.unit_names)
+        return checkpointing.apply(units, self.config.activation_checkpointing)
 
     def _begin_micro_step(self) -> None:
         self._check_whole()

@@ -27,6 +27,12 @@ _LAUNCHERS = (
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 
 
+def rank_of(env: Mapping[str, str]) -> int:
+    """This process's rank as far as its environment says; 0 without a launcher."""
+    names = (*(rank_name for _, rank_name, _ in _LAUNCHERS), "RANK")
+    return next((int(env[name]) for name in names if name in env), 0)
+
+
 def find_launch(env: Mapping[str, str]) -> Launch | None:
     """Tells which MPI launcher started this process; None without one.
 

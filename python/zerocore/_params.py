@@ -211,8 +211,8 @@ class ModelParams:
             if self.params[index].data_ptr() != home:
                 raise ConfigError(
                     f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other "
-                    "storage (p.data = ..., model.to(), load_state_dict(assign=True), a second engine). Copy values in place "
-                    "instead, as in p.copy_(values), or build a new engine."
+                    "storage (p.data = ..., model.to(), load_state_dict(assign=True)). Copy values in place instead, as in "
+                    "p.copy_(values), or build a new engine."
                 )
         for name, param in self._not_trained:
             if param.requires_grad and name not in self._told_not_trained:
@@ -364,8 +364,8 @@ class ModelParams:
         kinds = dict(zip(self._optimizer.state_names, _STATES, strict=False))
         if key not in kinds:
             raise ConfigError(
-                f'[zero] optimizer state "{key}": got a name that {self._optimizer.type} does not have, expected one of '
-                f"{list(kinds)}."
+                f'[zero] optimizer state "{key}": got a name that {self._optimizer.type} does not have, expected one '
+                f"of {list(kinds)}."
             )
         return kinds[key]
 

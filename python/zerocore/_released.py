@@ -102,7 +102,7 @@ class Released(torch.nn.Parameter):
         _homes[self].use_while_released([self], "pickling, as torch.save() does,")
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"released parameter {_homes[self].name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"
 
     def __format__(self, spec: str) -> str:

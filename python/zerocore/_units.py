@@ -139,13 +139,14 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in module._modules.values() if child is not None]
 
 
-def _original(module: nn.Module) -> nn.Module:
+def original(module: nn.Module) -> nn.Module:
+    """The module that torch.compile wrapped; any other itself."""
     inner = module._modules.get(_COMPILED)
     return module if inner is None else inner
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return not _children(_original(module))
+    return not _children(original(module))
 
 
 def _paths(module: nn.Module, name: str, above: _Chain) -> Iterator[tuple[str, _Chain]]:
@@ -195,7 +196,7 @@ def _enclosing(units: set[nn.Module], chains: Sequence[_Chain]) -> nn.Module:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    cls = type(_original(module))
+    cls = type(original(module))
     return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
 
 
@@ -208,7 +209,7 @@ def _by_class(classes: Iterable[str], names_of: Mapping[nn.Module, list[str]]) -
     found: set[nn.Module] = set()
     for wanted in classes:
         matches = [module for module in names_of if wanted in _class_names(module)]
-        known = dict.fromkeys(type(_original(module)).__name__ for module in names_of if has_forward(module))
+        known = dict.fromkeys(type(original(module)).__name__ for module in names_of if has_forward(module))
         found |= _with_forward(f"unit_classes: got {wanted!r}", "the class", wanted, matches, known)
     return found
 
@@ -260,7 +261,7 @@ def _not_to_be_split(modules: Iterable[nn.Module]) -> set[nn.Module]:
     classes: set[str] = set()
     every = list(modules)
     for module in every:
-        listed = getattr(_original(module), "_no_split_modules", None)
+        listed = getattr(original(module), "_no_split_modules", None)
         if isinstance(listed, (list, tuple, set, frozenset)):
             classes.update(name for name in listed if isinstance(name, str))
     return {module for module in every if has_forward(module) and not classes.isdisjoint(_class_names(module))}

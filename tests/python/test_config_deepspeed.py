@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from zerocore.config import Config, ConfigWarning, LossScaleConfig, ZeroConfig
+from zerocore.config import ActivationCheckpointingConfig, Config, ConfigWarning, LossScaleConfig, ZeroConfig
 from zerocore.config._document import document
 from zerocore.config._keys import Auto, Use
 from zerocore.config._schema import dotted_keys
@@ -217,6 +217,22 @@ def test_stage_3():
 def test_keys_of_stage_3_are_accepted_with_every_stage():
     zero = {"stage": 1, "stage3_prefetch_bucket_size": 5, "leaf_module": {"classes": []}}
     assert translated(zero_optimization=zero).zero == ZeroConfig(stage=1, prefetch_numel=5)
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"partition_activations": True}, {"enabled": True, "partition_activations": True}),
+        ({"cpu_checkpointing": True}, {"enabled": True, "cpu_checkpointing": True}),
+        ({"number_checkpoints": 4, "profile": False}, {"enabled": True}),
+        ({"number_checkpoints": 0, "cpu_checkpointing": False}, {}),
+        ({"partition_activations": False, "number_checkpoints": None}, {}),
+    ],
+)
+def test_activation_checkpointing_is_on_when_anything_is_asked_of_it(block, expected):
+    assert translated(activation_checkpointing=block).activation_checkpointing == ActivationCheckpointingConfig(
+        **expected
+    )
 
 
 @pytest.mark.parametrize(

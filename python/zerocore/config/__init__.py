@@ -3,6 +3,7 @@
 from zerocore.config._native import Config, ResolvedConfig, as_config
 from zerocore.config._problems import ConfigWarning
 from zerocore.config._sections import (
+    ActivationCheckpointingConfig,
     CommConfig,
     DataConfig,
     LossScaleConfig,
@@ -13,6 +14,7 @@ from zerocore.config._sections import (
 )
 
 __all__ = [
+    "ActivationCheckpointingConfig",
     "CommConfig",
     "Config",
     "ConfigWarning",

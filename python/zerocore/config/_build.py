@@ -8,6 +8,7 @@ from typing import Any
 from zerocore.config._native import Config
 from zerocore.config._reading import Reading
 from zerocore.config._sections import (
+    ActivationCheckpointingConfig,
     DataConfig,
     LossScaleConfig,
     OptimizerConfig,
@@ -36,7 +37,10 @@ _CONVERTED = {
     "bf16.enabled",
     "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.leaf_module.name_suffixes",
+    "activation_checkpointing.number_checkpoints",
 }
+# Any of these in DeepSpeed's block means that the model is to be checkpointed.
+_CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
 
 
 def build(reading: Reading) -> Config | None:
@@ -53,6 +57,10 @@ def build(reading: Reading) -> Config | None:
         scheduler=_scheduler(reading, native.get("scheduler", {})),
         precision=_precision(reading.values, native.get("precision", {}), native.get("precision.loss_scale", {})),
         zero=_zero(reading.values, native.get("zero", {})),
+        activation_checkpointing=ActivationCheckpointingConfig(
+            enabled=any(reading.values.get(f"activation_checkpointing.{name}") for name in _CHECKPOINTING),
+            **native.get("activation_checkpointing", {}),
+        ),
         data=DataConfig(**native.get("data", {})),
     )
 

@@ -16,6 +16,7 @@ from zerocore.config._batch import resolve_batch
 from zerocore.config._problems import config_error, show
 from zerocore.config._schema import schema
 from zerocore.config._sections import (
+    ActivationCheckpointingConfig,
     CommConfig,
     DataConfig,
     OptimizerConfig,
@@ -57,6 +58,8 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """See below."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    """See below."""
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """See below."""
     comm: CommConfig = field(default_factory=CommConfig)
     """See below."""

@@ -170,6 +170,20 @@ class ZeroConfig:
     """Stage 3: saving a 16-bit model gathers its whole weights."""
 
 
+@schema("activation_checkpointing")
+class ActivationCheckpointingConfig:
+    """Units of the model keep only their inputs until backward and are recomputed there. The result is the same."""
+
+    enabled: Bool = False
+    """Recompute each unit of the model, in any stage: what is a unit, zero.unit_numel, unit_classes, unit_names say."""
+    reentrant: Bool = False
+    """True: torch's reentrant mode, a backward of its own within backward; False: the original graph."""
+    cpu_checkpointing: Bool = False
+    """Keep saved inputs in host memory, copied there while the forward goes on. Those that lie there stay."""
+    partition_activations: Bool = False
+    """Shard saved inputs over the model-parallel group; a group of one rank has nothing to shard."""
+
+
 @schema("comm")
 class CommConfig:
     """Communication between ranks."""

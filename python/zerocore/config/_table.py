@@ -32,7 +32,6 @@ _LR = ("warmuplr", "warmupdecaylr")
 _TOTAL = ("warmupdecaylr", "warmupcosinelr")
 _COSINE = ("warmupcosinelr",)
 _BATCH = PositiveInt | None
-_CKPT = "only DeepSpeed's own activation checkpointing reads it; torch.utils.checkpoint needs no settings"
 _AIO = "only offload to NVMe reads it"
 _SCALE = "bf16 needs no loss scale"
 _TORCH = "the optimizer is fused and has no such variants"
@@ -207,18 +206,36 @@ TABLE: tuple[Key, ...] = (
     unavailable_block("comet", "the Comet monitor"),
     unavailable_block("flops_profiler", "the flops profiler"),
     unavailable_block("comms_logger", "the communication logger (Engine.comm_report() counts)"),
-    # Other capabilities
-    *(
-        no_effect(f"activation_checkpointing.{name}", type, _CKPT, off=(False,))
-        for name, type in (
-            ("partition_activations", Bool),
-            ("cpu_checkpointing", Bool),
-            ("contiguous_memory_optimization", Bool),
-            ("number_checkpoints", NonNegativeInt),
-            ("synchronize_checkpoint_boundary", Bool),
-            ("profile", Bool),
-        )
+    # Activation checkpointing
+    honoured(
+        "activation_checkpointing.partition_activations",
+        Bool,
+        "activation_checkpointing.partition_activations (true sets enabled as well)",
     ),
+    honoured(
+        "activation_checkpointing.cpu_checkpointing",
+        Bool,
+        "activation_checkpointing.cpu_checkpointing (true sets enabled as well)",
+    ),
+    honoured(
+        "activation_checkpointing.number_checkpoints",
+        NonNegativeInt | None,
+        "activation_checkpointing.enabled (true above 0; every unit is checkpointed)",
+    ),
+    no_effect(
+        "activation_checkpointing.contiguous_memory_optimization",
+        Bool,
+        "saved inputs stay where they are, without a copy",
+        off=(False,),
+    ),
+    no_effect(
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        Bool,
+        "copies to host memory are ordered with the computation",
+        off=(False,),
+    ),
+    no_effect("activation_checkpointing.profile", Bool, "there are no timers", off=(False,)),
+    # Other capabilities
     *(
         no_effect(f"aio.{name}", type, _AIO)
         for name, type in (
