@@ -19,7 +19,7 @@ from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._params import DTYPES, ModelParams, broadcast, share_other_state
 from zerocore._random import named_generator
-from zerocore._units import choose_units
+from zerocore._units import Unit, choose_units
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
 
@@ -101,12 +101,13 @@ class Engine(torch.nn.Module):
             self.training_dataloader = _data.make_loader(
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
+        units = self._choose_units()
         self._params = ModelParams(
             model,
             self._optimizer,
             self.config,
             self.comm,
-            external=zero.external_parameters(model),
+            units=units,
             on_first_gradient=self._begin_micro_step,
             on_read_gradient=self._end_micro_step_early,
         )
@@ -124,7 +125,7 @@ class Engine(torch.nn.Module):
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None
-        self._undo_checkpointing = self._checkpoint_units()
+        self._undo_checkpointing = checkpointing.apply(units, self.config.activation_checkpointing)
         self.comm.set_activity("step 0")
 
     # Training
@@ -436,12 +437,18 @@ class Engine(torch.nn.Module):
 
     # Inside
 
-    def _checkpoint_units(self) -> Callable[[], None]:
-        if not self.config.activation_checkpointing.enabled:
-            return lambda: None
-        zero = self.config.zero
-        units = choose_units(self.module, min_numel=zero.unit_numel, classes=zero.unit_classes, names=zero.unit_names)
-        return checkpointing.apply(units, self.config.activation_checkpointing)
+    def _choose_units(self) -> list[Unit]:
+        config = self.config
+        casts = config.precision.compute_dtype not in (None, config.precision.dtype)
+        if config.zero.stage < 3 and not casts and not config.activation_checkpointing.enabled:
+            return []
+        return choose_units(
+            self.module,
+            min_numel=config.zero.unit_numel,
+            classes=config.zero.unit_classes,
+            names=config.zero.unit_names,
+            external=zero.external_parameters(self.module),
+        )
 
     def _begin_micro_step(self) -> None:
         self._check_whole()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore import _core, _released, _tensor, _units
+from zerocore import _core, _released, _tensor
 from zerocore._gathering import UnitGatherer
 from zerocore._optimizer import Optimizer
+from zerocore._units import Unit
 from zerocore.config import ResolvedConfig, ZeroConfig
 from zerocore.errors import ConfigError, DeviceError, UnsupportedError
 
@@ -33,7 +34,7 @@ class ModelParams:
     Parameters are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
 
     Args:
-        external: parameters that modules use without holding them (zero.register_external_parameter).
+        units: of the model, every parameter in one; for stage 3 and for a dtype of computation of its own.
         on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
         on_read_gradient: ends the open micro-step and returns what the gradients are to be divided by.
 
@@ -49,7 +50,7 @@ class ModelParams:
         config: ResolvedConfig,
         comm: _core.Communicator,
         *,
-        external: Mapping[torch.nn.Module, Collection[torch.nn.Parameter]],
+        units: list[Unit],
         on_first_gradient: Callable[[], None],
         on_read_gradient: Callable[[], float],
     ) -> None:
@@ -71,7 +72,7 @@ class ModelParams:
         self._is_trained = [id(p) in group_of for p in self.params]
         sharded = _sharded(self.params, config.zero) if shards else set()
         gathered = {id(p) for p in self.params if id(p) in sharded or self._dtypes(p)[0] != self._dtypes(p)[1]}
-        units = _choose_units(model, config.zero, external) if gathered else []
+        units = units if gathered else []
         unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.params if id(p) in gathered}
         specs = []
         for name, param in named:
@@ -211,8 +212,8 @@ class ModelParams:
             if self.params[index].data_ptr() != home:
                 raise ConfigError(
                     f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other "
-                    "storage (p.data = ..., model.to(), load_state_dict(assign=True)). Copy values in place instead, as in "
-                    "p.copy_(values), or build a new engine."
+                    "storage (p.data = ..., model.to(), load_state_dict(assign=True)). Copy values in place instead, "
+                    "as in p.copy_(values), or build a new engine."
                 )
         for name, param in self._not_trained:
             if param.requires_grad and name not in self._told_not_trained:
@@ -474,24 +475,12 @@ def _sharded(params: list[torch.nn.Parameter], zero: ZeroConfig) -> set[int]:
     room = zero.persistent_total_numel
     sharded = set()
     for param in params:
-        if param.numel() <= zero.persistent_param_numel or param.numel() == 0:
-            if room is None or param.numel() <= room:
-                room = None if room is None else room - param.numel()
-                continue
-        sharded.add(id(param))
+        small = param.numel() <= zero.persistent_param_numel or param.numel() == 0
+        if small and (room is None or param.numel() <= room):
+            room = None if room is None else room - param.numel()
+        else:
+            sharded.add(id(param))
     return sharded
-
-
-def _choose_units(
-    model: torch.nn.Module, zero: ZeroConfig, external: Mapping[torch.nn.Module, Collection[torch.nn.Parameter]]
-) -> list[_units.Unit]:
-    return _units.choose_units(
-        model,
-        min_numel=zero.unit_numel,
-        classes=zero.unit_classes,
-        names=zero.unit_names,
-        external=external,
-    )
 
 
 def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int = 0) -> None:

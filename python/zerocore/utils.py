@@ -10,7 +10,6 @@ import torch
 from zerocore import _core, _params
 from zerocore.errors import ConfigError
 
-
 __all__ = [
     "params_sha256",
     "safe_get_full_fp32_param",

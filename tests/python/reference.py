@@ -42,18 +42,23 @@ def power(base, exponent):
 
 
 class Reference:
-    """Trains `model` (already in its dtype) on losses of micro-batches; `masters` are its parameters' fp32 values.
+    """Trains `model` (in its dtype of computation) on losses of micro-batches; `masters` are its fp32 parameters.
 
     Args:
         hyper: what an optimizer config holds, of type "adamw", "adam" or "sgd".
         max_norm: gradient clipping; 0 is off.
         scale: the loss scale.
+        kept, reduced: the dtypes of the kept parameters and of gradients on their way; None: the model's.
+        accumulated: the dtype of sums of gradients.
     """
 
-    def __init__(self, model, masters, *, hyper, max_norm=0.0, scale=1.0):
+    def __init__(
+        self, model, masters, *, hyper, max_norm=0.0, scale=1.0, kept=None, reduced=None, accumulated=torch.float32
+    ):
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = masters
         self.hyper, self.max_norm, self.scale = hyper, max_norm, scale
+        self.kept, self.reduced, self.accumulated = kept, reduced, accumulated
         self.state = [[torch.zeros_like(m), torch.zeros_like(m)] for m in masters]
         self.steps = [0] * len(masters)
 
@@ -64,7 +69,8 @@ class Reference:
             (loss().float() * self.scale).backward()
             for i, p in enumerate(self.params):
                 if p.grad is not None:
-                    sums[i] += p.grad.float()
+                    total = sums[i] + p.grad.to(self.reduced or p.dtype).float()
+                    sums[i] = total.to(self.accumulated).float() + 0.0  # a sum is never -0
                     used[i], p.grad = True, None
         divisor = self.scale * len(losses)
         norm = math.sqrt(math.fsum(s for x in sums for s in block_square_sums(x))) / divisor
@@ -75,7 +81,7 @@ class Reference:
                 self.update(i, sums[i] * rounded(clip / divisor))
         with torch.no_grad():
             for p, m in zip(self.params, self.masters, strict=True):
-                p.copy_(m)
+                p.copy_(m.to(self.kept or p.dtype))
 
     def update(self, i, g):
         h, t, p, (s1, s2) = self.hyper, self.steps[i], self.masters[i], self.state[i]

@@ -11,7 +11,13 @@ from reference import Reference
 from toy_models import MODELS, batch, make
 from zerocore import _comm
 from zerocore._random import named_generator
-from zerocore.config import LossScaleConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
+from zerocore.config import (
+    ActivationCheckpointingConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ZeroConfig,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SGD = {"weight_decay": 0.01, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
@@ -22,6 +28,7 @@ OPTIMIZERS = {
     "momentum": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "dampening": 0.5},
     "nesterov": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "nesterov": True},
 }
+SHARD_ALL = {"persistent_param_numel": 0, "unit_numel": 1, "max_reuse_numel": 0, "prefetch_numel": 0}
 STEPS = 3
 SEED = 1234
 SCALE = 8.0
@@ -35,44 +42,75 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def reference(name, *, dtype, hyper, micro_batches, max_norm):
+def reference(
+    name, *, dtype, hyper, micro_batches, max_norm, compute_dtype=None, reduce_dtype=None, accumulate_dtype="fp32"
+):
     model = make(name)
     masters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-    model.to(DTYPES[dtype])
-    loop = Reference(model, masters, hyper=hyper, max_norm=max_norm, scale=SCALE if dtype == "fp16" else 1.0)
+    compute_dtype = compute_dtype or dtype
+    model.to(DTYPES[dtype]).to(DTYPES[compute_dtype])
+    loop = Reference(
+        model,
+        masters,
+        hyper=hyper,
+        max_norm=max_norm,
+        scale=SCALE if compute_dtype == "fp16" else 1.0,
+        kept=DTYPES[dtype],
+        reduced=DTYPES.get(reduce_dtype),
+        accumulated=DTYPES[accumulate_dtype],
+    )
     for step in range(STEPS):
 
         def loss(j, step=step):
             with named_generator(SEED, step, j, 0):
-                return model(*batch(name, step * micro_batches + j, DTYPES[dtype]))
+                return model(*batch(name, step * micro_batches + j, DTYPES[compute_dtype]))
 
         loop.step([lambda j=j: loss(j) for j in range(micro_batches)])
     return [p.detach() for p in model.parameters()]
 
 
-def trained(name, *, stage, dtype, hyper, micro_batches, max_norm, bucket_numel):
+def trained(
+    name,
+    *,
+    stage,
+    dtype,
+    hyper,
+    micro_batches,
+    max_norm,
+    bucket_numel,
+    init=False,
+    checkpointing=None,
+    zero=None,
+    **precision,
+):
     config = zerocore.Config(
         micro_batch_size=1,
         train_batch_size=micro_batches,
         seed=SEED,
         gradient_clipping=max_norm,
-        zero=ZeroConfig(stage=stage, bucket_numel=bucket_numel),
+        zero=ZeroConfig(stage=stage, bucket_numel=bucket_numel, **(SHARD_ALL if zero is None else zero)),
         optimizer=OptimizerConfig(**hyper),
-        precision=PrecisionConfig(dtype=dtype, loss_scale=LossScaleConfig(static_scale=SCALE)),
+        precision=PrecisionConfig(dtype=dtype, loss_scale=LossScaleConfig(static_scale=SCALE), **precision),
+        activation_checkpointing=ActivationCheckpointingConfig(**(checkpointing or {})),
     )
-    engine = zerocore.Engine(make(name), config)
+    with zerocore.zero.Init(enabled=init):
+        model = make(name)
+    engine = zerocore.Engine(model, config)
+    inputs = DTYPES[precision.get("compute_dtype") or dtype]
     for step in range(STEPS):
         for k in range(engine.gradient_accumulation_steps()):
             j = min(k * engine.world_size + engine.rank, micro_batches - 1)  # the last again where there is none
-            engine.backward(engine(*batch(name, step * micro_batches + j, DTYPES[dtype])))
+            engine.backward(engine(*batch(name, step * micro_batches + j, inputs)))
             engine.step()
-    return [p.detach().clone() for p in engine.module.parameters()]
+    with engine.unsharded():
+        return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def check(name, *, stages=(0, 1, 2), **setting):
-    bucket_numels = (1, 3000, 1 << 20)
+def check(name, *, stages=(0, 1, 2, 3), **setting):
+    bucket_numels = (1, 3000, 1 << 20, 5000)
     shared = {"dtype": "fp32", "hyper": OPTIMIZERS["adamw"], "micro_batches": 4, "max_norm": 0.05} | setting
-    expected = reference(name, **shared)
+    of_meaning = {key: value for key, value in shared.items() if key not in ("init", "checkpointing", "zero")}
+    expected = reference(name, **of_meaning)
     for stage, bucket_numel in zip(stages, itertools.cycle(bucket_numels)):
         got = trained(name, stage=stage, bucket_numel=bucket_numel, **shared)
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -99,7 +137,49 @@ def test_optimizers_and_clipping(optimizer, max_norm, world_size):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
 def test_micro_batches_that_ranks_do_not_divide(micro_batches, world_size):
-    check("wide", micro_batches=micro_batches, stages=(0, 1, 2, 2))
+    check("wide", micro_batches=micro_batches, stages=(0, 1, 2, 3, 2))
+
+
+STAGE3 = {
+    "all kept by default": {"zero": {}},
+    "init": {"init": True},
+    "init, all kept by default": {"init": True, "zero": {}},
+    "prefetch": {"zero": SHARD_ALL | {"prefetch_numel": 1 << 30}},
+    "prefetch and reuse": {"zero": SHARD_ALL | {"prefetch_numel": 1 << 30, "max_reuse_numel": 10_000}},
+    "one unit": {"zero": SHARD_ALL | {"unit_numel": 1 << 30}},
+    "units by class": {"zero": SHARD_ALL | {"unit_numel": 1 << 30, "unit_classes": ("Linear",)}},
+    "small ones persistent": {"zero": SHARD_ALL | {"persistent_param_numel": 200}},
+    "few persistent": {"zero": SHARD_ALL | {"persistent_param_numel": 200, "persistent_total_numel": 100}},
+    "checkpointing": {"checkpointing": {"enabled": True}},
+    "checkpointing, reentrant": {"checkpointing": {"enabled": True, "reentrant": True}},
+    "checkpointing to the host, init": {"init": True, "checkpointing": {"enabled": True, "cpu_checkpointing": True}},
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("setting", STAGE3)
+@pytest.mark.parametrize("name", ["odd", "wide", "t5"])
+def test_stage_3_however_it_is_set(name, setting, world_size):
+    check(name, stages=(3,), **STAGE3[setting])
+
+
+PRECISIONS = {
+    "bf16 kept, fp32 used": {"dtype": "bf16", "compute_dtype": "fp32"},
+    "fp32 kept, bf16 used": {"dtype": "fp32", "compute_dtype": "bf16"},
+    "fp16 kept, bf16 used": {"dtype": "fp16", "compute_dtype": "bf16"},
+    "fp32 kept, fp16 used": {"dtype": "fp32", "compute_dtype": "fp16"},
+    "reduced in bf16": {"dtype": "fp32", "reduce_dtype": "bf16"},
+    "reduced in fp32": {"dtype": "bf16", "reduce_dtype": "fp32"},
+    "accumulated in bf16": {"dtype": "bf16", "accumulate_dtype": "bf16"},
+    "accumulated in fp16": {"dtype": "fp32", "accumulate_dtype": "fp16", "reduce_dtype": "bf16"},
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["odd", "wide"])
+def test_precision_by_policy(name, precision, world_size):
+    check(name, **PRECISIONS[precision])
 
 
 @pytest.mark.ranks(2)
