@@ -16,7 +16,7 @@
 #include "zc/base/memory.h"
 #include "zc/device/kernels.h"
 #include "zc/device/target_clones.h"
-#include "zc/math/cast.h"
+#include "zc/math/fold.h"
 #include "zc/math/norm.h"
 
 namespace zc::device {
@@ -128,20 +128,27 @@ void BM_CeilingUpdateFour(benchmark::State& state) {
 
 // Ours.
 
-template <class Model>
+template <class Model, class Grad = float>
 void BM_Adam(benchmark::State& state) {
   constexpr bool kHasModel = !std::is_same_v<Model, float>;
   const math::AdamScalars scalars = math::adam_scalars({.weight_decay = 0.1}, 10);
-  const Array<float> grad(-1, 1, 1), param(-1, 1, 2), exp_avg(-1, 1, 3), exp_avg_sq(0, 1, 4);
+  const Array<Grad> grad(-1, 1, 1);
+  const Array<float> param(-1, 1, 2), exp_avg(-1, 1, 3), exp_avg_sq(0, 1, 4);
   const Array<Model> model;
-  std::vector<float> g = grad.head(), p = param.head(), m = exp_avg.head(), v = exp_avg_sq.head();
-  const OptimizerBuffers buffers{
-      grad.data(), param.data(), exp_avg.data(), exp_avg_sq.data(), kHasModel ? model.data() : nullptr, kDType<Model>};
+  std::vector<Grad> g = grad.head();
+  std::vector<float> p = param.head(), m = exp_avg.head(), v = exp_avg_sq.head();
+  const OptimizerBuffers buffers{.grad = grad.data(),
+                                 .grad_dtype = kDType<Grad>,
+                                 .param = param.data(),
+                                 .state1 = exp_avg.data(),
+                                 .state2 = exp_avg_sq.data(),
+                                 .model = kHasModel ? model.data() : nullptr,
+                                 .model_dtype = kDType<Model>};
   for (auto _ : state) cpu_kernels().adam(kWhole, &scalars, &kStep, buffers, {});
   for (std::int64_t step = 0; step < static_cast<std::int64_t>(state.iterations()); ++step) {
     for (std::size_t i = 0; i < kChecked; ++i) {
-      math::adam_element(scalars, g[i] * kStep.factor, p[i], m[i], v[i]);
-      g[i] = 0;
+      math::adam_element(scalars, to_float(g[i]) * kStep.factor, p[i], m[i], v[i]);
+      g[i] = {};
     }
   }
   check(state, param, p);
@@ -151,14 +158,14 @@ void BM_Adam(benchmark::State& state) {
     for (float value : p) rounded.push_back(math::from_float<Model>(value));
     check(state, model, rounded);
   }
-  report(state, kHasModel ? 36 : 32);
+  report(state, static_cast<int>(24 + 2 * sizeof(Grad) + (kHasModel ? 4 : 0)));
 }
 
 void BM_SgdMomentum(benchmark::State& state) {
   const math::SgdScalars scalars = math::sgd_scalars({.momentum = 0.9, .weight_decay = 0.1}, 10);
   const Array<float> grad(-1, 1, 1), param(-1, 1, 2), buffer(-1, 1, 3);
   std::vector<float> g = grad.head(), p = param.head(), b = buffer.head();
-  const OptimizerBuffers buffers{grad.data(), param.data(), buffer.data(), nullptr, nullptr, DType::kF32};
+  const OptimizerBuffers buffers{.grad = grad.data(), .param = param.data(), .state1 = buffer.data()};
   for (auto _ : state) cpu_kernels().sgd(kWhole, &scalars, &kStep, buffers, {});
   for (std::int64_t step = 0; step < static_cast<std::int64_t>(state.iterations()); ++step) {
     for (std::size_t i = 0; i < kChecked; ++i) {
@@ -170,7 +177,7 @@ void BM_SgdMomentum(benchmark::State& state) {
   report(state, 24);
 }
 
-template <class T>
+template <class T, class Acc = float>
 void BM_Fold(benchmark::State& state) {
   const auto num_sources = static_cast<std::size_t>(state.range(0));
   std::vector<Array<T>> sources;
@@ -179,34 +186,38 @@ void BM_Fold(benchmark::State& state) {
     sources.emplace_back(-1.0f, 1.0f, static_cast<std::uint32_t>(k));
     in.push_back(sources.back().data());
   }
-  const Array<float> acc(-1, 1, 99);
-  std::vector<float> expected = acc.head();
+  const Array<Acc> acc(-1, 1, 99);
+  std::vector<Acc> expected = acc.head();
   for (auto _ : state) cpu_kernels().fold(in, kDType<T>, acc.view(), {});
   for (std::int64_t step = 0; step < static_cast<std::int64_t>(state.iterations()); ++step) {
     for (const Array<T>& source : sources) {
-      for (std::size_t i = 0; i < kChecked; ++i) expected[i] = expected[i] + to_float(source.data()[i]);
+      for (std::size_t i = 0; i < kChecked; ++i) expected[i] = math::add_element(expected[i], source.data()[i]);
     }
   }
   check(state, acc, expected);
-  report(state, static_cast<int>(8 + num_sources * sizeof(T)));
+  report(state, static_cast<int>(2 * sizeof(Acc) + num_sources * sizeof(T)));
 }
 
+template <class T>
 void BM_SquareSum(benchmark::State& state) {
-  const Array<float> in(-1, 1, 1);
+  const Array<T> in(-1, 1, 1);
   std::vector<std::uint8_t> nonfinite(1, 0);
   double sum = 0, expected = 0;
   for (auto _ : state) {
     math::ExactSum exact;
-    cpu_kernels().square_sum(in.data(), kWhole, &exact, nonfinite.data(), {});
+    cpu_kernels().square_sum(in.view(), kWhole, &exact, nonfinite.data(), {});
     sum = exact.to_double();
   }
   math::ExactSum blocks;
   for (std::int64_t begin = 0; begin < kNumel; begin += math::kBlockNumel) {
-    blocks.add(math::square_sum_block(in.data() + begin, std::min(math::kBlockNumel, kNumel - begin)));
+    const std::int64_t count = std::min(math::kBlockNumel, kNumel - begin);
+    float wide[math::kBlockNumel];
+    std::transform(in.data() + begin, in.data() + begin + count, wide, [](T value) { return to_float(value); });
+    blocks.add(math::square_sum_block(wide, count));
   }
   expected = blocks.to_double();
   if (sum != expected || nonfinite[0] != 0) state.SkipWithError("wrong result");
-  report(state, 4);
+  report(state, sizeof(T));
 }
 
 template <class From, class To>
@@ -233,11 +244,17 @@ BENCHMARK(BM_CeilingUpdateFour)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Adam<float>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Adam<BF16>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Adam<F16>)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_Adam<BF16, BF16>)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_Adam<F16, F16>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_SgdMomentum)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Fold<float>)->ArgName("sources")->Arg(1)->Arg(2)->Arg(4)->Arg(8)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Fold<BF16>)->ArgName("sources")->Arg(1)->Arg(2)->Arg(4)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Fold<F16>)->ArgName("sources")->Arg(2)->Unit(benchmark::kMillisecond);
-BENCHMARK(BM_SquareSum)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_Fold<BF16, BF16>)->ArgName("sources")->Arg(1)->Arg(2)->Arg(4)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_Fold<F16, F16>)->ArgName("sources")->Arg(1)->Arg(2)->Arg(4)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_SquareSum<float>)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_SquareSum<BF16>)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_SquareSum<F16>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Cast<float, BF16>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Cast<float, F16>)->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Cast<BF16, float>)->Unit(benchmark::kMillisecond);

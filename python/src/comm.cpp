@@ -107,7 +107,9 @@ void bind_comm(py::module_& m) {
           "allocate", [](Communicator& self, std::int64_t bytes) { return PyMemory{self.allocate(bytes), bytes}; },
           py::arg("bytes"), "Zeroed memory that peers may read.")
       .def("reduce_scatter_add", &Communicator::reduce_scatter_add, NoGil(), py::arg("bucket"), py::arg("shard"),
-           py::arg("label"), "shard (fp32) += this rank's slice of every rank's bucket, in rank order. Returns a Work.")
+           py::arg("label"),
+           "shard += this rank's slice of every rank's bucket, in rank order, rounded to the shard's dtype after each "
+           "addition. Both: fp32, fp16 or bf16. Returns a Work.")
       .def("all_gather", &Communicator::all_gather, NoGil(), py::arg("full"), py::arg("label"),
            "Fills the other ranks' slices of `full` in place. Returns a Work.")
       .def("broadcast", &Communicator::broadcast, NoGil(), py::arg("view"), py::arg("root"), py::arg("label"),

@@ -16,6 +16,9 @@ std::string describe_call(const CallHeader& header) {
     call += concat(" (", kNames[static_cast<std::size_t>(header.reduce)], ")");
   }
   if (header.numel > 0) call += concat(" of ", header.numel, " ", name(header.dtype));
+  if (header.op == Op::kReduceScatterAdd && header.out_dtype != header.dtype) {
+    call += concat(" into ", name(header.out_dtype));
+  }
   if (header.op == Op::kBroadcast) call += concat(" from rank ", header.root);
   return concat(describe(header), " [", call, ", call ", header.sequence, "]");
 }

@@ -33,7 +33,7 @@ struct CallHeader {
   Op op = Op::kBarrier;
   ReduceOp reduce = ReduceOp::kSum;
   DType dtype = DType::kF32;
-  std::uint8_t reserved = 0;
+  DType out_dtype = DType::kF32;
   char activity[60] = {};
   char label[68] = {};
 };

@@ -71,8 +71,8 @@ Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::
   check_memory("reduce_scatter_add", "shard", shard);
   ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ",
            zc::name(bucket.dtype), ", expected fp32, fp16 or bf16");
-  ZC_CHECK(shard.dtype == DType::kF32, kInternal, "[comm] reduce_scatter_add: shard dtype: got ", zc::name(shard.dtype),
-           ", expected fp32");
+  ZC_CHECK(is_floating(shard.dtype), kInternal, "[comm] reduce_scatter_add: shard dtype: got ", zc::name(shard.dtype),
+           ", expected fp32, fp16 or bf16");
   ZC_CHECK(bucket.numel == shard.numel * size_, kInternal, "[comm] reduce_scatter_add: bucket length: got ",
            bucket.numel, " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ",
            shard.numel, ")");
@@ -132,6 +132,7 @@ void Communicator::seal(Call& call) {
   hash = mix(hash, static_cast<std::uint64_t>(call.reduce));
   hash = mix(hash, static_cast<std::uint64_t>(call.root));
   hash = mix(hash, static_cast<std::uint64_t>(call.in.dtype));
+  hash = mix(hash, static_cast<std::uint64_t>(call.out.dtype));
   hash = mix(hash, static_cast<std::uint64_t>(call.in.numel));
   call.fingerprint = mix(hash, call.label);
 }

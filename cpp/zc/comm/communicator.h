@@ -5,7 +5,7 @@
 // communicator come from one thread at a time; each returns at once. All communicators of a rank share one progress
 // thread, so collectives run in call order, and groups that share ranks must be used in one order on all of them.
 //
-// The guard: every collective carries a 64-bit fingerprint (sequence number, operation, dtype, numel, label). Ranks
+// The guard: every collective carries a 64-bit fingerprint (sequence number, operation, dtypes, numel, label). Ranks
 // compare them as they meet; a difference, a peer that announced a failure or left, or one that does not arrive within
 // the timeout becomes an Error of kind kComm on every rank, which says what each rank was doing. After a failure every
 // communicator of this rank is broken: later collectives fail at once with the first reason.
@@ -57,8 +57,9 @@ class Communicator {
   // Zeroed memory that peers may read, aligned to 64 bytes.
   virtual Memory allocate(std::int64_t bytes);
 
-  // The ordered fold. bucket: size() slices of shard.numel elements, fp32, fp16 or bf16. shard: fp32. For r in
-  // 0..size()-1, in this order: shard += slice rank() of rank r's bucket, in fp32. The bucket is left as it was.
+  // The ordered fold. bucket: size() slices of shard.numel elements. Both: fp32, fp16 or bf16. For r in 0..size()-1, in
+  // this order: shard += slice rank() of rank r's bucket, in fp32, rounded to the shard's dtype after each addition.
+  // The bucket is left as it was.
   Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label);
 
   // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.

@@ -41,6 +41,7 @@ class TransportCommunicator final : public Communicator {
     header.op = call.op;
     header.reduce = call.reduce;
     header.dtype = call.in.dtype;
+    header.out_dtype = call.out.dtype;
     copy_text(endpoint_->activity(), header.activity);
     copy_text(call.label, header.label);
     auto state = std::make_shared<Work::State>();

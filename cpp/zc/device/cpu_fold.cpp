@@ -1,9 +1,9 @@
 #include <algorithm>
 
 #include "zc/base/error.h"
-#include "zc/base/half.h"
 #include "zc/device/cpu_loops.h"
 #include "zc/device/target_clones.h"
+#include "zc/math/fold.h"
 
 namespace zc::device::cpu {
 namespace {
@@ -44,19 +44,44 @@ ZC_ALWAYS_INLINE void fold_chunks(const void* const* in, std::size_t num_in, flo
   }
 }
 
-ZC_TARGET_CLONES void fold_f32(const void* const* in, std::size_t num_in, float* acc, std::int64_t numel) {
-  fold_chunks<float>(in, num_in, acc, numel);
-}
-ZC_TARGET_CLONES void fold_f16(const void* const* in, std::size_t num_in, float* acc, std::int64_t numel) {
-  fold_chunks<F16>(in, num_in, acc, numel);
-}
-ZC_TARGET_CLONES void fold_bf16(const void* const* in, std::size_t num_in, float* acc, std::int64_t numel) {
-  fold_chunks<BF16>(in, num_in, acc, numel);
+// 16-bit accumulators take one source at a time: the result is rounded after each anyway, and converting costs more
+// than reading acc from the cache.
+template <class Source, class Acc>
+ZC_ALWAYS_INLINE void fold_rounded(const void* const* in, std::size_t num_in, Acc* acc, std::int64_t numel) {
+  for (std::int64_t begin = 0; begin < numel; begin += kChunkNumel) {
+    const std::int64_t count = std::min(kChunkNumel, numel - begin);
+    for (std::size_t k = 0; k < num_in; ++k) {
+      Acc* __restrict__ into = acc + begin;
+      const Source* __restrict__ source = static_cast<const Source*>(in[k]) + begin;
+      for (std::int64_t i = 0; i < count; ++i) into[i] = math::add_element(into[i], source[i]);
+    }
+  }
 }
 
-}  // namespace
+// One instance for each pair of dtypes. (target_clones does not reach templates, hence a macro.)
+#define ZC_FOLDS(suffix, Source)                                                                                   \
+  ZC_TARGET_CLONES void fold_##suffix(const void* const* in, std::size_t num_in, float* acc, std::int64_t numel) { \
+    fold_chunks<Source>(in, num_in, acc, numel);                                                                   \
+  }                                                                                                                \
+  ZC_TARGET_CLONES void fold_##suffix(const void* const* in, std::size_t num_in, F16* acc, std::int64_t numel) {   \
+    fold_rounded<Source>(in, num_in, acc, numel);                                                                  \
+  }                                                                                                                \
+  ZC_TARGET_CLONES void fold_##suffix(const void* const* in, std::size_t num_in, BF16* acc, std::int64_t numel) {  \
+    fold_rounded<Source>(in, num_in, acc, numel);                                                                  \
+  }
 
-void fold(const void* const* in, std::size_t num_in, DType dtype, float* acc, std::int64_t numel) {
+ZC_FOLDS(f32, float)
+ZC_FOLDS(f16, F16)
+ZC_FOLDS(bf16, BF16)
+#undef ZC_FOLDS
+
+[[noreturn]] void fail_dtypes(DType dtype, DType acc_dtype) {
+  fail(ErrorKind::kInternal, "[device] no such fold: got ", name(dtype), " into ", name(acc_dtype),
+       ", expected fp32, fp16 or bf16 into any of them");
+}
+
+template <class Acc>
+void fold_into(const void* const* in, std::size_t num_in, DType dtype, Acc* acc, DType acc_dtype, std::int64_t numel) {
   switch (dtype) {
     case DType::kF32:
       return fold_f32(in, num_in, acc, numel);
@@ -65,9 +90,23 @@ void fold(const void* const* in, std::size_t num_in, DType dtype, float* acc, st
     case DType::kBF16:
       return fold_bf16(in, num_in, acc, numel);
     default:
-      break;
+      fail_dtypes(dtype, acc_dtype);
   }
-  fail(ErrorKind::kInternal, "[device] no such fold: got ", name(dtype), ", expected fp32, fp16 or bf16");
+}
+
+}  // namespace
+
+void fold(const void* const* in, std::size_t num_in, DType dtype, void* acc, DType acc_dtype, std::int64_t numel) {
+  switch (acc_dtype) {
+    case DType::kF32:
+      return fold_into(in, num_in, dtype, static_cast<float*>(acc), acc_dtype, numel);
+    case DType::kF16:
+      return fold_into(in, num_in, dtype, static_cast<F16*>(acc), acc_dtype, numel);
+    case DType::kBF16:
+      return fold_into(in, num_in, dtype, static_cast<BF16*>(acc), acc_dtype, numel);
+    default:
+      fail_dtypes(dtype, acc_dtype);
+  }
 }
 
 }  // namespace zc::device::cpu

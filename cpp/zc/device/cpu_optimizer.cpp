@@ -61,17 +61,18 @@ ZC_ALWAYS_INLINE void momentum_loop(const math::SgdScalars& scalars, float facto
 #define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                            \
   ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at,    \
                                       std::int64_t numel) {                                                          \
-    adam_loop<Model>(scalars, factor, at.grad, at.param, at.state1, at.state2,                                       \
+    adam_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param, at.state1, at.state2,                  \
                      static_cast<ModelPointer<Model>>(at.model), numel);                                             \
   }                                                                                                                  \
   ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,      \
                                      std::int64_t numel) {                                                           \
-    sgd_loop<Model>(scalars, factor, at.grad, at.param, static_cast<ModelPointer<Model>>(at.model), numel);          \
+    sgd_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param,                                         \
+                    static_cast<ModelPointer<Model>>(at.model), numel);                                              \
   }                                                                                                                  \
   ZC_TARGET_CLONES void momentum_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, \
                                           std::int64_t numel) {                                                      \
-    momentum_loop<Model>(scalars, factor, at.grad, at.param, at.state1, static_cast<ModelPointer<Model>>(at.model),  \
-                         numel);                                                                                     \
+    momentum_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param, at.state1,                         \
+                         static_cast<ModelPointer<Model>>(at.model), numel);                                         \
   }
 
 ZC_OPTIMIZER_LOOPS(in_place, void)

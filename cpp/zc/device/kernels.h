@@ -30,7 +30,8 @@ struct Piece {
 
 // The flat buffers an optimizer works on, all of the same length, addressed by Piece::offset.
 struct OptimizerBuffers {
-  float* grad = nullptr;    // the fp32 accumulator; read, then set to +0
+  void* grad = nullptr;  // the accumulator, fp32, fp16 or bf16; converted to fp32, then set to +0
+  DType grad_dtype = DType::kF32;
   float* param = nullptr;   // fp32 parameter or fp32 master
   float* state1 = nullptr;  // Adam: exp_avg; SGD: momentum buffer (slots without momentum leave it), or null
   float* state2 = nullptr;  // Adam: exp_avg_sq
@@ -47,15 +48,16 @@ class Kernels {
   // Element conversion between fp32, fp16 and bf16, round to nearest even; equal dtypes copy the bits.
   virtual void cast(BufferView in, BufferView out, Stream stream) = 0;
 
-  // The ordered fold: for each i, acc[i] = ((acc[i] + in[0][i]) + in[1][i]) + ..., in fp32.
-  // in: `in.size()` arrays of acc.numel elements of dtype. acc: fp32.
+  // The ordered fold: for each i, acc[i] = ((acc[i] + in[0][i]) + in[1][i]) + ..., each sum made in fp32 and rounded to
+  // acc's dtype (math::add_element). in: `in.size()` arrays of acc.numel elements of dtype. Both: fp32, fp16 or bf16.
   virtual void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
 
   // Adds the squares of in[piece] to *sum, exactly and free of order over blocks: a block is up to 1024 consecutive
   // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
   // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves
   // (l + l+8, + 4, + 2, + 1). nonfinite[slot] is set to 1 when a square is inf or NaN, and that block is left out.
-  virtual void square_sum(const float* in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
+  // in: fp32, or fp16 or bf16, whose elements are converted to fp32 first.
+  virtual void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
                           Stream stream) = 0;
 
   // One pass: unscale and clip (step->factor), update, cast to the model dtype, zero the accumulator.

@@ -240,12 +240,12 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
     const zero::Bucket& bucket = buckets_[b];
     if (!layout_.buckets()[b].trainable) continue;
     if (gather_grads) gathers_[b].wait();
-    device::OptimizerBuffers buffers{bucket.grads.as<float>(),
-                                     bucket.master.as<float>(),
-                                     bucket.states[0].as<float>(),
-                                     bucket.states[1].as<float>(),
-                                     nullptr,
-                                     bucket.params.dtype};
+    device::OptimizerBuffers buffers{.grad = bucket.grads.data,
+                                     .grad_dtype = bucket.grads.dtype,
+                                     .param = bucket.master.as<float>(),
+                                     .state1 = bucket.states[0].as<float>(),
+                                     .state2 = bucket.states[1].as<float>(),
+                                     .model_dtype = bucket.params.dtype};
     if (bucket.params.dtype != DType::kF32) {
       buffers.model = bucket.params.slice(bucket.owned_offset - bucket.kept_offset, bucket.master.numel).data;
     }
@@ -265,7 +265,7 @@ math::StepScalars StepEngine::measure(double divisor, double max_norm, std::int6
   math::ExactSum sum;
   std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
   for (const zero::Bucket& bucket : buckets_) {
-    device_.kernels().square_sum(bucket.grad_shard.as<float>(), bucket.shard_pieces, &sum, nonfinite_.data(), {});
+    device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
   std::array<std::int64_t, math::ExactSum::kNumLimbs + 2> message;

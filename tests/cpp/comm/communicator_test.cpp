@@ -35,7 +35,7 @@ TEST(CommunicatorTest, ArgumentsAreChecked) {
   EXPECT_EQ(message_of([&] { comm->reduce_scatter_add(bytes, eight, ""); }),
             "[comm] reduce_scatter_add: bucket dtype: got uint8, expected fp32, fp16 or bf16");
   EXPECT_EQ(message_of([&] { comm->reduce_scatter_add(eight, bytes, ""); }),
-            "[comm] reduce_scatter_add: shard dtype: got uint8, expected fp32");
+            "[comm] reduce_scatter_add: shard dtype: got uint8, expected fp32, fp16 or bf16");
   EXPECT_EQ(message_of([&] { comm->broadcast(eight, 1, ""); }),
             "[comm] broadcast: root: got rank 1, expected 0 to 0. Name a rank of this communicator.");
   EXPECT_EQ(message_of([&] { comm->gather_bytes({}, out, ""); }),

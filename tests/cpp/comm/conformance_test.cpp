@@ -103,6 +103,26 @@ TEST_P(ConformanceTest, ReduceScatterAddSumsHalfTypesInFp32) {
   });
 }
 
+TEST_P(ConformanceTest, ReduceScatterAddRoundsToTheShardsDtypeAfterEachRank) {
+  run([](Communicator& comm) {
+    const auto n = static_cast<std::size_t>(comm.size());
+    constexpr std::size_t kNumel = 200'001;  // several pieces
+    // Rank 0 gives 1, the others half of its last place: each such sum is a tie, and rounds back to 1.
+    const auto check = [&](DType dtype, std::uint16_t one, float half_place) {
+      std::vector<float> bucket(n * kNumel, comm.rank() == 0 ? 1.0f : half_place);
+      std::vector<std::uint16_t> shard(kNumel, 0);
+      comm.reduce_scatter_add(view(bucket, DType::kF32), view(shard, dtype), "rounded").wait();
+      EXPECT_EQ(shard, std::vector<std::uint16_t>(kNumel, one));
+    };
+    check(DType::kBF16, 0x3f80, 0x1p-8f);
+    check(DType::kF16, 0x3c00, 0x1p-11f);
+
+    std::vector<std::uint16_t> bucket(n * kNumel, bf16(1.0f)), shard(kNumel, bf16(256.0f));
+    comm.reduce_scatter_add(view(bucket, DType::kBF16), view(shard, DType::kBF16), "bf16").wait();
+    EXPECT_EQ(shard, std::vector<std::uint16_t>(kNumel, bf16(256.0f)));  // 257 is a tie
+  });
+}
+
 TEST_P(ConformanceTest, AllGatherFillsEverySlice) {
   run([](Communicator& comm) {
     for (const std::size_t slice : {0u, 1u, 333u, 2'500'000u}) {

@@ -95,6 +95,12 @@ TEST(GuardTest, EachPartOfACallIsCompared) {
         std::array<float, 4> data{};
         comm.all_gather({data.data(), 4, comm.rank() == 0 ? DType::kF32 : DType::kBF16, {}}, "same").wait();
       },
+      [](Communicator& comm) {
+        std::array<float, 4> bucket{}, shard{};
+        comm.reduce_scatter_add({bucket.data(), 4, DType::kF32, {}},
+                                {shard.data(), 2, comm.rank() == 0 ? DType::kF32 : DType::kBF16, {}}, "same")
+            .wait();
+      },
       [](Communicator& comm) {  // one rank has made a call more
         if (comm.rank() == 0) comm.barrier("first").wait();
         comm.barrier("second").wait();
@@ -102,6 +108,18 @@ TEST(GuardTest, EachPartOfACallIsCompared) {
   };
   for (const auto& body : bodies) {
     for (const Fate& fate : fates(2, kLong, body)) EXPECT_SAYS(fate.error, "ranks are in different collectives");
+  }
+}
+
+TEST(GuardTest, DifferentShardDtypesAreNamed) {
+  const auto all = fates(2, kLong, [](Communicator& comm) {
+    std::array<float, 4> bucket{}, shard{};
+    const DType dtype = comm.rank() == 0 ? DType::kF16 : DType::kBF16;
+    comm.reduce_scatter_add({bucket.data(), 4, DType::kBF16, {}}, {shard.data(), 2, dtype, {}}, "reduce").wait();
+  });
+  for (const Fate& fate : all) {
+    EXPECT_SAYS(fate.error, "rank 0 is in reduce [reduce_scatter_add of 4 bf16 into fp16, call 1]");
+    EXPECT_SAYS(fate.error, "rank 1 is in reduce [reduce_scatter_add of 4 bf16, call 1]");
   }
 }
 

@@ -9,40 +9,65 @@
 namespace zc::device {
 namespace {
 
-// One source after the other, as the definition says.
-template <class T>
+// One source after the other, as the definition says. (Only sums that round to zero lose a sign.)
+template <class Acc>
+Acc add(Acc acc, float in) {
+  const Acc sum = math::from_float<Acc>(to_float(acc) + in);
+  return !std::is_same_v<Acc, float> && to_float(sum) == 0 ? Acc{} : sum;
+}
+
+template <class T, class Acc>
 void check_fold(std::size_t numel, std::size_t num_sources, std::size_t shift) {
   std::vector<Guarded<T>> sources;
   std::vector<const void*> in;
-  Guarded<float> acc(numel, shift);
-  fill_random(acc.data(), numel, 99);
-  std::vector<float> expected = acc.values();
+  Guarded<Acc> acc(numel, shift), one_by_one(numel, shift);
+  std::vector<float> start(numel);
+  fill_random(start.data(), numel, 99);
+  for (std::size_t i = 0; i < numel; ++i) acc[i] = one_by_one[i] = math::from_float<Acc>(start[i]);
+  std::vector<Acc> expected = acc.values();
   for (std::size_t k = 0; k < num_sources; ++k) {
     std::vector<float> values(numel);
     fill_random(values.data(), numel, static_cast<unsigned>(k));
     sources.emplace_back(numel, shift);
     for (std::size_t i = 0; i < numel; ++i) {
       sources.back()[i] = math::from_float<T>(values[i]);
-      expected[i] = expected[i] + to_float(sources.back()[i]);
+      expected[i] = add(expected[i], to_float(sources.back()[i]));
     }
   }
   for (Guarded<T>& source : sources) in.push_back(source.data());
-  cpu_kernels().fold(in, kDType<T>, acc.view(DType::kF32), {});
+  cpu_kernels().fold(in, kDType<T>, acc.view(kDType<Acc>), {});
   expect_same_bits(acc.values(), expected, "acc");
   EXPECT_TRUE(acc.intact());
+  for (const void* source : in) cpu_kernels().fold({&source, 1}, kDType<T>, one_by_one.view(kDType<Acc>), {});
+  expect_same_bits(one_by_one.values(), expected, "acc, one by one");
   for (Guarded<T>& source : sources) EXPECT_TRUE(source.intact());
 }
 
-template <class T>
+template <class T, class Acc>
 void check_folds() {
   for (std::size_t numel : sizes()) {
-    for (std::size_t num_sources : {0u, 1u, 2u, 3u, 4u, 5u, 8u, 9u, 16u}) check_fold<T>(numel, num_sources, numel % 2);
+    for (std::size_t num_sources : {0u, 1u, 2u, 3u, 4u, 5u, 8u, 9u, 16u}) {
+      check_fold<T, Acc>(numel, num_sources, numel % 2);
+    }
   }
 }
 
-TEST(CpuFold, F32) { check_folds<float>(); }
-TEST(CpuFold, F16) { check_folds<F16>(); }
-TEST(CpuFold, BF16) { check_folds<BF16>(); }
+TEST(CpuFold, F32) { check_folds<float, float>(); }
+TEST(CpuFold, F16) { check_folds<F16, float>(); }
+TEST(CpuFold, BF16) { check_folds<BF16, float>(); }
+TEST(CpuFold, F32IntoF16) { check_folds<float, F16>(); }
+TEST(CpuFold, F16IntoF16) { check_folds<F16, F16>(); }
+TEST(CpuFold, BF16IntoF16) { check_folds<BF16, F16>(); }
+TEST(CpuFold, F32IntoBF16) { check_folds<float, BF16>(); }
+TEST(CpuFold, F16IntoBF16) { check_folds<F16, BF16>(); }
+TEST(CpuFold, BF16IntoBF16) { check_folds<BF16, BF16>(); }
+
+TEST(CpuFold, A16BitAccumulatorRoundsAfterEachSource) {
+  const float half_place = 0x1p-8f;  // of 1 in bf16
+  BF16 acc{0x3f80};
+  cpu_kernels().fold(std::vector<const void*>{&half_place, &half_place}, DType::kF32, {&acc, 1, DType::kBF16, {}}, {});
+  EXPECT_EQ(acc, BF16{0x3f80});
+}
 
 TEST(CpuFold, IsALeftFold) {
   const float large = 0x1p24f, one = 1, minus_large = -0x1p24f;
@@ -77,15 +102,19 @@ TEST(CpuFold, OneSourceMayBeGivenTwice) {
 }
 
 TEST(CpuFold, NoSuchFold) {
-  std::int64_t in = 1;
-  float acc = 2;
-  try {
-    cpu_kernels().fold(std::vector<const void*>{&in}, DType::kI64, {&acc, 1, DType::kF32, {}}, {});
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInternal);
-    EXPECT_NE(std::string(error.what()).find("no such fold: got int64"), std::string::npos) << error.what();
-  }
+  std::int64_t in = 1, acc = 2;
+  const auto expect_error = [&](DType dtype, DType acc_dtype, const char* part) {
+    try {
+      cpu_kernels().fold(std::vector<const void*>{&in}, dtype, {&acc, 1, acc_dtype, {}}, {});
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInternal);
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  };
+  expect_error(DType::kI64, DType::kF32, "no such fold: got int64 into fp32");
+  expect_error(DType::kI64, DType::kBF16, "no such fold: got int64 into bf16");
+  expect_error(DType::kF32, DType::kI64, "no such fold: got fp32 into int64");
 }
 
 }  // namespace

@@ -4,12 +4,18 @@
 #include <limits>
 
 #include "device/guarded.h"
+#include "zc/math/cast.h"
 #include "zc/math/norm.h"
 
 namespace zc::device {
 namespace {
 
-math::ExactSum square_sum(const float* in, const std::vector<Piece>& pieces, std::vector<std::uint8_t>& nonfinite) {
+template <class T>
+BufferView view(std::vector<T>& values) {
+  return {values.data(), static_cast<std::int64_t>(values.size()), kDType<T>, {}};
+}
+
+math::ExactSum square_sum(BufferView in, const std::vector<Piece>& pieces, std::vector<std::uint8_t>& nonfinite) {
   math::ExactSum sum;
   cpu_kernels().square_sum(in, pieces, &sum, nonfinite.data(), {});
   sum.normalize();
@@ -28,7 +34,7 @@ TEST(CpuSquareSum, AddsBlocksFromEachPiecesStart) {
     }
     expected.normalize();
     std::vector<std::uint8_t> nonfinite(1, 0);
-    const math::ExactSum sum = square_sum(in.data(), {{3, static_cast<std::int64_t>(numel), 0}}, nonfinite);
+    const math::ExactSum sum = square_sum(in.view(DType::kF32), {{3, static_cast<std::int64_t>(numel), 0}}, nonfinite);
     EXPECT_EQ(sum.limbs(), expected.limbs()) << numel;
     EXPECT_EQ(nonfinite[0], 0);
     EXPECT_TRUE(in.intact());
@@ -39,17 +45,48 @@ TEST(CpuSquareSum, CutsAtBlocksAndTheirOrderDoNotMatter) {
   std::vector<float> in(10'007);
   fill_random(in.data(), in.size(), 1);
   std::vector<std::uint8_t> nonfinite(2, 0);
-  const math::ExactSum whole = square_sum(in.data(), {{0, 10'007, 1}}, nonfinite);
-  const math::ExactSum cut = square_sum(in.data(), {{5120, 4887, 1}, {1024, 4096, 1}, {0, 1024, 1}}, nonfinite);
+  const math::ExactSum whole = square_sum(view(in), {{0, 10'007, 1}}, nonfinite);
+  const math::ExactSum cut = square_sum(view(in), {{5120, 4887, 1}, {1024, 4096, 1}, {0, 1024, 1}}, nonfinite);
   EXPECT_EQ(cut.limbs(), whole.limbs());
 }
 
+// The limbs of the same values in fp32.
+template <class T>
+void check_converted() {
+  for (std::size_t numel : sizes()) {
+    std::vector<float> values(numel + 3);
+    fill_random(values.data(), values.size(), static_cast<unsigned>(numel));
+    Guarded<T> in(numel + 3, numel % 2);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      in[i] = math::from_float<T>(values[i]);
+      values[i] = to_float(in[i]);
+    }
+    const std::vector<Piece> pieces{{3, static_cast<std::int64_t>(numel), 0}};
+    std::vector<std::uint8_t> nonfinite(1, 0);
+    EXPECT_EQ(square_sum(in.view(kDType<T>), pieces, nonfinite).limbs(),
+              square_sum(view(values), pieces, nonfinite).limbs())
+        << numel;
+    EXPECT_EQ(nonfinite[0], 0);
+    EXPECT_TRUE(in.intact());
+  }
+  // More blocks than are summed at a time, and one that is not finite.
+  std::vector<T> in(200'000, math::from_float<T>(2));
+  std::vector<std::uint8_t> nonfinite{0, 0};
+  EXPECT_EQ(square_sum(view(in), {{0, 200'000, 1}}, nonfinite).to_double(), 800'000);
+  in[150'000] = math::from_float<T>(std::numeric_limits<float>::infinity());
+  EXPECT_EQ(square_sum(view(in), {{0, 200'000, 1}}, nonfinite).to_double(), 800'000 - 4 * 1024);
+  EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1}));
+}
+
+TEST(CpuSquareSum, F16IsTakenAsFp32) { check_converted<F16>(); }
+TEST(CpuSquareSum, BF16IsTakenAsFp32) { check_converted<BF16>(); }
+
 TEST(CpuSquareSum, AddsToTheSum) {
-  const std::vector<float> in(16, 2.0f);
+  std::vector<float> in(16, 2.0f);
   std::vector<std::uint8_t> nonfinite(1, 0);
   math::ExactSum sum;
   sum.add(0.5);
-  cpu_kernels().square_sum(in.data(), std::vector<Piece>{{0, 16, 0}}, &sum, nonfinite.data(), {});
+  cpu_kernels().square_sum(view(in), std::vector<Piece>{{0, 16, 0}}, &sum, nonfinite.data(), {});
   EXPECT_EQ(sum.to_double(), 64.5);
 }
 
@@ -59,7 +96,7 @@ TEST(CpuSquareSum, FlagsTheSlotAndLeavesTheBlockOut) {
     std::vector<float> in(4096, 1.0f);
     in[1500] = bad;
     std::vector<std::uint8_t> nonfinite{0, 0, 1};
-    const math::ExactSum sum = square_sum(in.data(), {{0, 1024, 0}, {1024, 3072, 1}}, nonfinite);
+    const math::ExactSum sum = square_sum(view(in), {{0, 1024, 0}, {1024, 3072, 1}}, nonfinite);
     EXPECT_EQ(sum.to_double(), 3072);                            // without the block [1024, 2048)
     EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1, 1}));  // flags are never cleared
   }

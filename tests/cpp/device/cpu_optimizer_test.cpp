@@ -31,7 +31,7 @@ struct Fixture {
   }
 
   OptimizerBuffers buffers(Kind kind) {
-    OptimizerBuffers out{grad.data(), param.data(), nullptr, nullptr, nullptr, DType::kF32};
+    OptimizerBuffers out{.grad = grad.data(), .param = param.data()};
     if (kind != Kind::kSgd) out.state1 = state1.data();
     if (kind == Kind::kAdam) out.state2 = state2.data();
     if constexpr (kHasModel) {
@@ -129,6 +129,59 @@ void check_kernels(Kind kind, const Scalars& scalars) {
 TEST(CpuAdam, MatchesTheFunctor) { check_kernels(Kind::kAdam, adam_slots()); }
 TEST(CpuSgd, PlainMatchesTheFunctor) { check_kernels(Kind::kSgd, sgd_slots(0)); }
 TEST(CpuSgd, MomentumMatchesTheFunctor) { check_kernels(Kind::kMomentum, sgd_slots(0.9)); }
+
+// The fp32 kernels, given the converted gradients, say what is right.
+template <class Grad, class Model, class Scalars>
+void check_half_grad(Kind kind, const std::vector<Piece>& pieces, std::size_t numel, const Scalars& scalars,
+                     const math::StepScalars& step) {
+  Fixture<Model> got(numel, numel % 2), expected(numel, numel % 2);
+  Guarded<Grad> grad(numel, numel % 2);
+  for (std::size_t i = 0; i < numel; ++i) {
+    grad[i] = math::from_float<Grad>(expected.grad[i]);
+    expected.grad[i] = to_float(grad[i]);
+  }
+  OptimizerBuffers buffers = got.buffers(kind);
+  buffers.grad = grad.data();
+  buffers.grad_dtype = kDType<Grad>;
+  if constexpr (std::is_same_v<Scalars, std::vector<math::AdamScalars>>) {
+    cpu_kernels().adam(pieces, scalars.data(), &step, buffers, {});
+  } else {
+    cpu_kernels().sgd(pieces, scalars.data(), &step, buffers, {});
+  }
+  expected.run(kind, pieces, scalars, step);
+  for (std::size_t i = 0; i < numel; ++i) got.grad[i] = to_float(grad[i]);  // +0 in the pieces, untouched outside
+  expect_equal(got, expected);
+  EXPECT_TRUE(grad.intact());
+}
+
+template <class Grad, class Model, class Scalars>
+void check_half_grads(Kind kind, const Scalars& scalars) {
+  const math::StepScalars skip{.grad_norm = 0, .clip = 1, .factor = 1, .skip = 1};
+  const auto last = static_cast<std::int32_t>(scalars.size() - 1);
+  const std::vector<Piece> pieces{{64, 64, 0}, {192, 1, last}, {256, 63, 0}, {1024, 4097, last}};
+  for (const math::StepScalars& step : {kStep, skip}) {
+    for (std::size_t numel : sizes()) {
+      check_half_grad<Grad, Model>(kind, {{0, static_cast<std::int64_t>(numel), last}}, numel, scalars, step);
+    }
+    check_half_grad<Grad, Model>(kind, pieces, 6000, scalars, step);
+  }
+}
+
+template <class Scalars>
+void check_all_half_grads(Kind kind, const Scalars& scalars) {
+  check_half_grads<F16, NoModel>(kind, scalars);
+  check_half_grads<F16, float>(kind, scalars);
+  check_half_grads<F16, F16>(kind, scalars);
+  check_half_grads<F16, BF16>(kind, scalars);
+  check_half_grads<BF16, NoModel>(kind, scalars);
+  check_half_grads<BF16, float>(kind, scalars);
+  check_half_grads<BF16, F16>(kind, scalars);
+  check_half_grads<BF16, BF16>(kind, scalars);
+}
+
+TEST(CpuAdam, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kAdam, adam_slots()); }
+TEST(CpuSgd, PlainA16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kSgd, sgd_slots(0)); }
+TEST(CpuSgd, MomentumA16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kMomentum, sgd_slots(0.9)); }
 
 template <class Scalars>
 void check_cuts(Kind kind, const Scalars& scalars) {
