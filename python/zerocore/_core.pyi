@@ -147,6 +147,7 @@ class StepEngine:
         bucket_numel: SupportsIndex,
         num_grad_buffers: SupportsIndex,
         reduce_dtype: DType,
+        accumulate_dtype: DType,
         units: Sequence[tuple[str, SupportsIndex]],
         max_live_numel: SupportsIndex,
         max_reuse_numel: SupportsIndex,

@@ -89,6 +89,7 @@ class ModelParams:
                     trainable=id(param) in group_of,
                 )
             )
+        reduce_dtype = DTYPES[precision.reduce_dtype] if precision.reduce_dtype else self._compute_dtype
         self._core = _core.StepEngine(
             comm=comm,
             params=specs,
@@ -96,9 +97,8 @@ class ModelParams:
             stage=config.zero.stage,
             bucket_numel=config.zero.bucket_numel,
             num_grad_buffers=_NUM_GRAD_BUFFERS,
-            reduce_dtype=_tensor.DTYPES[
-                DTYPES[precision.reduce_dtype] if precision.reduce_dtype else self._compute_dtype
-            ],
+            reduce_dtype=_tensor.DTYPES[reduce_dtype],
+            accumulate_dtype=_tensor.DTYPES[DTYPES[precision.accumulate_dtype]],
             units=[(unit.name or type(model).__name__, -1 if unit.parent is None else unit.parent) for unit in units],
             max_live_numel=config.zero.max_live_numel,
             max_reuse_numel=config.zero.max_reuse_numel,

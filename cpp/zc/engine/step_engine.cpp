@@ -88,7 +88,7 @@ void StepEngine::allocate_states(int index) {
   const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(index)];
   zero::Bucket& bucket = buckets_[static_cast<std::size_t>(index)];
   if (!layout.trainable) return;
-  bucket.grads = allocate(bucket.master.numel, DType::kF32, "gradient_accumulator", true);
+  bucket.grads = allocate(bucket.master.numel, options_.accumulate_dtype, "gradient_accumulator", true);
   bucket.grad_shard = bucket.grads.slice(bucket.shard_offset - bucket.owned_offset, layout.shard_numel);
   for (int s = 0; s < optimizer_.num_states(); ++s) {
     bucket.states[static_cast<std::size_t>(s)] = allocate(bucket.master.numel, DType::kF32, "optimizer_state", false);

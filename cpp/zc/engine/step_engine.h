@@ -24,11 +24,12 @@
 namespace zc::engine {
 
 struct Options {
-  int stage = 0;                        // ZeRO stage
-  std::int64_t bucket_numel = 1 << 23;  // elements
-  int num_grad_buffers = 2;             // bucket buffers in the gradient pool
-  DType reduce_dtype = DType::kF32;     // in which gradients travel
-  std::vector<zero::UnitSpec> units{};  // that parameters name
+  int stage = 0;                         // ZeRO stage
+  std::int64_t bucket_numel = 1 << 23;   // elements
+  int num_grad_buffers = 2;              // bucket buffers in the gradient pool
+  DType reduce_dtype = DType::kF32;      // in which gradients travel
+  DType accumulate_dtype = DType::kF32;  // in which their sums are kept
+  std::vector<zero::UnitSpec> units{};   // that parameters name
   zero::GatherLimits limits{};
 };
 
