@@ -102,6 +102,26 @@ def test_split(comm):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("numel", [1, 2_000_003])
+def test_two_groups_are_used_in_opposite_order(comm, numel):
+    gathers, reductions = comm.split(0, comm.rank), comm.split(0, -comm.rank)
+    full = array.array("f", [1 + comm.rank]) * (numel * comm.size)
+    bucket, shard = array.array("f", [1 << comm.rank]) * (numel * comm.size), array.array("f", [0.5]) * numel
+
+    def gather():
+        return gathers.all_gather(view(full, _core.DType.fp32), "gather")
+
+    def reduce():
+        return reductions.reduce_scatter_add(view(bucket, _core.DType.fp32), view(shard, _core.DType.fp32), "reduce")
+
+    calls = [gather] * 3 + [reduce] * 3
+    for work in [call() for call in (calls if comm.rank % 2 else reversed(calls))]:
+        work.wait()
+    assert all(full[r * numel] == full[(r + 1) * numel - 1] == 1 + r for r in range(comm.size))
+    assert shard == array.array("f", [0.5 + 3 * ((1 << comm.size) - 1)]) * numel
+
+
+@pytest.mark.ranks(2, 4)
 def test_many_in_flight(comm):
     sizes = [1 + 97 * k for k in range(100)]
     buckets = [array.array("f", [k] * (n * comm.size)) for k, n in enumerate(sizes)]

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
+#include <utility>
 
 namespace zc::comm {
 
@@ -15,22 +15,20 @@ class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Backoff(std::chrono::microseconds yield_time) : yield_time_(yield_time) {}
-
   void reset(Clock::time_point now) {
     since_ = now;
     sleep_ = kShortestSleep;
   }
 
-  void pause(Clock::time_point now) {
+  // Returns how long the caller is to sleep. Zero: this has spun or, for `yield_time` from reset() on, yielded instead.
+  std::chrono::microseconds pause(Clock::time_point now, std::chrono::microseconds yield_time) {
     const auto waited = now - since_;
-    if (waited < kSpinTime) return;
-    if (waited < yield_time_) {
+    if (waited < kSpinTime) return {};
+    if (waited < yield_time) {
       sched_yield();
-      return;
+      return {};
     }
-    std::this_thread::sleep_for(sleep_);
-    sleep_ = std::min(sleep_ * 2, kLongestSleep);
+    return std::exchange(sleep_, std::min(sleep_ * 2, kLongestSleep));
   }
 
  private:
@@ -38,7 +36,6 @@ class Backoff {
   static constexpr std::chrono::microseconds kShortestSleep{20};
   static constexpr std::chrono::microseconds kLongestSleep{200};
 
-  std::chrono::microseconds yield_time_;
   std::chrono::microseconds sleep_ = kShortestSleep;
   Clock::time_point since_ = Clock::now();
 };

@@ -34,10 +34,12 @@ void combine(std::int64_t& into, std::int64_t value, ReduceOp op) {
 
 }  // namespace
 
-void Collectives::execute(const Operation& operation, Work::State& state) noexcept {
+Task Collectives::execute(const Operation& operation, Work::State& state) {
+  const Endpoint::CallId call{context_, operation.header.sequence};
   try {
-    endpoint_.check_usable();
-    run(operation);
+    endpoint_.enter(call);
+    co_await run(operation);
+    endpoint_.finish(call);
     state.complete();
   } catch (const Error& error) {
     give_up(operation, error, state);
@@ -53,41 +55,44 @@ void Collectives::give_up(const Operation& operation, const Error& error, Work::
   state.complete(error);
 }
 
-void Collectives::run(const Operation& operation) {
+Task Collectives::run(const Operation& operation) {
   const BufferView& in = operation.in;
   const BufferView& out = operation.out;
   const Op op = operation.header.op;
   const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit;
   const bool rides = may_ride && in.bytes() <= static_cast<std::int64_t>(kInlineBytes);
-  guard_.meet(operation.header, {in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0)},
-              operation.timeout);
+  const std::span payload(in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0));
+  co_await guard_.meet(operation.header, payload, operation.timeout);
   switch (op) {
     case Op::kReduceScatterAdd:
-      return reduce_scatter_add(in, out);
+      co_await reduce_scatter_add(in, out);
+      break;
     case Op::kAllGather:
-      return gather(out.as<std::byte>(), out.bytes() / guard_.size());
+      co_await gather(out.as<std::byte>(), out.bytes() / guard_.size());
+      break;
     case Op::kBroadcast:
-      return broadcast(out, operation.header.root);
+      co_await broadcast(out, operation.header.root);
+      break;
     case Op::kAllReduce:
-      return all_reduce(out, operation.header.reduce, rides);
+      co_await all_reduce(out, operation.header.reduce, rides);
+      break;
     case Op::kGatherBytes:
     case Op::kSplit:
-      return gather_from(in, out.as<std::byte>(), rides);
+      co_await gather_from(in, out.as<std::byte>(), rides);
+      break;
     case Op::kBarrier:
-      return;
+      break;
   }
 }
 
 // Every rank sends source(peer) to each peer and receives target(peer, slot) from each, `bytes` long, in pieces;
 // consume(offset, count, slot) is called for each piece, in order, while the next one is under way.
 template <class Source, class Target, class Consume>
-void Collectives::exchange(std::int64_t bytes, std::int64_t piece_bytes, const Source& source, const Target& target,
-                           const Consume& consume) {
+Task Collectives::exchange(std::int64_t bytes, std::int64_t piece_bytes, Source source, Target target,
+                           Consume consume) {
   const std::int64_t num_pieces = (bytes + piece_bytes - 1) / piece_bytes;
   const auto count = [&](std::int64_t piece) { return std::min(piece_bytes, bytes - piece * piece_bytes); };
   const auto start = [&](std::int64_t piece) {
-    if (piece >= num_pieces) return;
-    guard_.wait(sends(piece));
     for (int step = 1; step < guard_.size(); ++step) {
       const int from = (guard_.index() + guard_.size() - step) % guard_.size();
       guard_.receive(receives(piece), from, target(from, piece & 1, piece * piece_bytes), count(piece));
@@ -97,53 +102,56 @@ void Collectives::exchange(std::int64_t bytes, std::int64_t piece_bytes, const S
       guard_.send(sends(piece), to, source(to) + piece * piece_bytes, count(piece));
     }
   };
-  start(0);
+  if (num_pieces > 0) start(0);
   for (std::int64_t piece = 0; piece < num_pieces; ++piece) {
-    start(piece + 1);
-    guard_.wait(receives(piece));
+    if (piece + 1 < num_pieces) {
+      co_await guard_.wait(sends(piece + 1));
+      start(piece + 1);
+    }
+    co_await guard_.wait(receives(piece));
     consume(piece * piece_bytes, count(piece), piece & 1);
   }
-  guard_.wait(sends(0));
-  guard_.wait(sends(1));
+  co_await guard_.wait(sends(0));
+  co_await guard_.wait(sends(1));
 }
 
-void Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView& shard) {
+Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView& shard) {
   auto* data = bucket.as<std::byte>();
   const std::int64_t element = size_bytes(bucket.dtype);
   const std::int64_t bytes = shard.numel * element;
   std::vector<const void*> sources(static_cast<std::size_t>(guard_.size()));
-  exchange(
-      bytes, kStagedPieceBytes, [&](int peer) { return data + peer * bytes; },
-      [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); },
-      [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
-        for (int rank = 0; rank < guard_.size(); ++rank) {
-          sources[static_cast<std::size_t>(rank)] =
-              rank == guard_.index() ? data + rank * bytes + offset : staging(slot, rank);
-        }
-        device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
-      });
+  const auto source = [&](int peer) { return data + peer * bytes; };
+  const auto target = [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); };
+  const auto fold = [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
+    for (int rank = 0; rank < guard_.size(); ++rank) {
+      sources[static_cast<std::size_t>(rank)] =
+          rank == guard_.index() ? data + rank * bytes + offset : staging(slot, rank);
+    }
+    device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
+  };
+  co_await exchange(bytes, kStagedPieceBytes, source, target, fold);
 }
 
 // Slice index() of `out` is this rank's; the others are filled.
-void Collectives::gather(std::byte* out, std::int64_t bytes) {
-  exchange(
-      bytes, kPieceBytes, [&](int) { return out + guard_.index() * bytes; },
-      [&](int peer, std::int64_t, std::int64_t offset) { return out + peer * bytes + offset; },
-      [](std::int64_t, std::int64_t, std::int64_t) {});
+Task Collectives::gather(std::byte* out, std::int64_t bytes) {
+  const auto source = [&](int) { return out + guard_.index() * bytes; };
+  const auto target = [&](int peer, std::int64_t, std::int64_t offset) { return out + peer * bytes + offset; };
+  const auto keep = [](std::int64_t, std::int64_t, std::int64_t) {};
+  co_await exchange(bytes, kPieceBytes, source, target, keep);
 }
 
-void Collectives::gather_from(const BufferView& in, std::byte* out, bool rides) {
+Task Collectives::gather_from(const BufferView& in, std::byte* out, bool rides) {
   const auto bytes = static_cast<std::size_t>(in.bytes());
-  if (bytes == 0) return;
+  if (bytes == 0) co_return;
   if (rides) {
     for (int rank = 0; rank < guard_.size(); ++rank) std::memcpy(out + rank * in.bytes(), guard_.payload(rank), bytes);
-    return;
+    co_return;
   }
   std::memmove(out + guard_.index() * in.bytes(), in.data, bytes);
-  gather(out, in.bytes());
+  co_await gather(out, in.bytes());
 }
 
-void Collectives::all_reduce(const BufferView& view, ReduceOp op, bool rides) {
+Task Collectives::all_reduce(const BufferView& view, ReduceOp op, bool rides) {
   auto* values = view.as<std::int64_t>();
   const auto add = [&](const std::byte* theirs, std::int64_t first, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) {
@@ -157,18 +165,21 @@ void Collectives::all_reduce(const BufferView& view, ReduceOp op, bool rides) {
       if (rank != guard_.index()) add(from(rank), first, count);
     }
   };
-  if (rides) return add_all([&](int rank) { return guard_.payload(rank); }, 0, view.numel);
+  if (rides) {
+    add_all([&](int rank) { return guard_.payload(rank); }, 0, view.numel);
+    co_return;
+  }
   const std::vector<std::int64_t> own(values, values + view.numel);  // peers read it while `values` changes
-  exchange(
-      view.bytes(), kStagedPieceBytes, [&](int) { return reinterpret_cast<const std::byte*>(own.data()); },
-      [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); },
-      [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
-        add_all([&](int rank) { return staging(slot, rank); }, offset / 8, count / 8);
-      });
+  const auto source = [&](int) { return reinterpret_cast<const std::byte*>(own.data()); };
+  const auto target = [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); };
+  const auto add_pieces = [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
+    add_all([&](int rank) { return staging(slot, rank); }, offset / 8, count / 8);
+  };
+  co_await exchange(view.bytes(), kStagedPieceBytes, source, target, add_pieces);
 }
 
 // A binomial tree over the ranks counted from root: rank v hears from v without its lowest set bit.
-void Collectives::broadcast(const BufferView& view, int root) {
+Task Collectives::broadcast(const BufferView& view, int root) {
   const int size = guard_.size();
   const int relative = (guard_.index() - root + size) % size;
   const auto member = [&](int r) { return (r + root) % size; };
@@ -183,14 +194,14 @@ void Collectives::broadcast(const BufferView& view, int root) {
   listen(0);
   for (std::int64_t piece = 0; piece < num_pieces; ++piece) {
     listen(piece + 1);
-    guard_.wait(receives(piece));
-    guard_.wait(sends(piece));
+    co_await guard_.wait(receives(piece));
+    co_await guard_.wait(sends(piece));
     for (int distance = 1; distance < reach && relative + distance < size; distance *= 2) {
       guard_.send(sends(piece), member(relative + distance), data + piece * kPieceBytes, count(piece));
     }
   }
-  guard_.wait(sends(0));
-  guard_.wait(sends(1));
+  co_await guard_.wait(sends(0));
+  co_await guard_.wait(sends(1));
 }
 
 std::byte* Collectives::staging(std::int64_t slot, int peer) {

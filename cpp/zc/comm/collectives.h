@@ -10,6 +10,7 @@
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"
 #include "zc/comm/guard.h"
+#include "zc/comm/task.h"
 #include "zc/comm/work.h"
 
 namespace zc::comm {
@@ -27,24 +28,23 @@ class Collectives {
   Collectives(Endpoint& endpoint, std::vector<int> ranks, int index, int context)
       : endpoint_(endpoint), context_(context), guard_(endpoint, std::move(ranks), index, context) {}
 
-  // Runs the collective and completes `state`, on the progress thread. A failure is announced to all ranks.
-  void execute(const Operation& operation, Work::State& state) noexcept;
+  // Runs the collective and completes `state`, on the progress thread; one at a time. Never throws: a failure is
+  // announced to all ranks.
+  Task execute(const Operation& operation, Work::State& state);
 
   std::int64_t staging_bytes() const { return staging_bytes_; }  // from any thread
 
  private:
-  // `rides`: the payload came with the headers.
   void give_up(const Operation& operation, const Error& error, Work::State& state) noexcept;
-  void run(const Operation& operation);
-  void reduce_scatter_add(const BufferView& bucket, const BufferView& shard);
-  void broadcast(const BufferView& view, int root);
-  void all_reduce(const BufferView& values, ReduceOp op, bool rides);
-  void gather(std::byte* out, std::int64_t bytes);
-  void gather_from(const BufferView& in, std::byte* out, bool rides);
+  Task run(const Operation& operation);
+  Task reduce_scatter_add(const BufferView& bucket, const BufferView& shard);
+  Task broadcast(const BufferView& view, int root);
+  Task all_reduce(const BufferView& values, ReduceOp op, bool rides);  // rides: the payload came with the headers
+  Task gather(std::byte* out, std::int64_t bytes);
+  Task gather_from(const BufferView& in, std::byte* out, bool rides);
 
   template <class Source, class Target, class Consume>
-  void exchange(std::int64_t bytes, std::int64_t piece_bytes, const Source& source, const Target& target,
-                const Consume& consume);
+  Task exchange(std::int64_t bytes, std::int64_t piece_bytes, Source source, Target target, Consume consume);
   std::byte* staging(std::int64_t slot, int peer);
 
   Endpoint& endpoint_;

@@ -2,8 +2,9 @@
 //
 // The public functions check what users can get wrong, count the payload and build the guard's fingerprint; backends
 // implement run() only. All ranks of a group must call the same collectives in the same order. Calls on one
-// communicator come from one thread at a time; each returns at once. All communicators of a rank share one progress
-// thread, so collectives run in call order, and groups that share ranks must be used in one order on all of them.
+// communicator come from one thread at a time; each returns at once. Collectives of one communicator run in call order.
+// Those of different communicators are independent, also over the same ranks: ranks may call them in any relative
+// order.
 //
 // The guard: every collective carries a 64-bit fingerprint (sequence number, operation, dtypes, numel, label). Ranks
 // compare them as they meet; a difference, a peer that announced a failure or left, or one that does not arrive within
@@ -76,7 +77,8 @@ class Communicator {
 
   Work barrier(std::string_view label);
 
-  // Ranks with equal `color` form a new group, ordered by (key, rank). Collective over the group; blocks.
+  // Ranks with equal `color` form a new group, ordered by (key, rank). Collective over the group; blocks. A rank makes
+  // one split at a time, whatever the communicator.
   std::shared_ptr<Communicator> split(int color, int key);
 
   // What this rank is doing ("step 41"); shown in the errors of every rank, whichever communicator of this rank fails.

@@ -3,6 +3,9 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "zc/base/error.h"
 #include "zc/base/float_environment.h"
 #include "zc/comm/call_header.h"
@@ -12,6 +15,8 @@ namespace {
 
 constexpr int kAnnouncementTag = 0;
 constexpr std::chrono::microseconds kGoodbyePoll{200};
+constexpr std::chrono::microseconds kMeetingYield{50};
+constexpr std::chrono::microseconds kTransferYield{2000};
 
 }  // namespace
 
@@ -39,13 +44,19 @@ Endpoint::~Endpoint() {
   thread_.join();
 }
 
-void Endpoint::post(std::function<void()> task) {
-  ZC_CHECK(getpid() == process_id_, kComm,
+bool Endpoint::forked() const { return getpid() != process_id_; }
+
+void Endpoint::post(int context, std::function<Task()> start) {
+  ZC_CHECK(!forked(), kComm,
            "[comm] a collective was called in a forked child process, which is no rank of the job. Call collectives in "
            "the process that mpirun started; data-loader workers must not.");
   std::lock_guard lock(mutex_);
-  tasks_.push_back(std::move(task));
-  wake_.notify_all();
+  auto& queue = queues_[context];
+  if (queue.empty()) {  // else the thread has enough to do
+    news_ = true;
+    wake_.notify_all();
+  }
+  queue.push_back({std::move(start)});
 }
 
 void Endpoint::run() {
@@ -56,26 +67,61 @@ void Endpoint::run() {
   } catch (const std::exception& error) {
     give_up({}, error.what());
   }
+  std::vector<Posted*> turns;
+  std::unique_lock lock(mutex_);
   for (;;) {
-    std::function<void()> task;
-    {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
-      if (tasks_.empty()) break;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+    wake_.wait(lock, [this] { return stop_ || goodbye_ || !queues_.empty(); });
+    if (queues_.empty()) {
+      if (!goodbye_) break;
+      const Peer::State state = *std::exchange(goodbye_, std::nullopt);
+      lock.unlock();
+      say_goodbye(state);
+      lock.lock();
+      continue;
     }
-    task();
+    news_ = false;
+    turns.clear();
+    for (auto& [context, queue] : queues_) turns.push_back(&queue.front());
+    lock.unlock();
+    const std::chrono::microseconds sleep = give_turns(turns);
+    lock.lock();
+    for (auto entry = queues_.begin(); entry != queues_.end();) {
+      auto& queue = entry->second;
+      if (queue.front().done()) queue.pop_front();
+      entry = queue.empty() ? queues_.erase(entry) : std::next(entry);
+    }
+    if (sleep.count() > 0) wake_.wait_for(lock, sleep, [this] { return news_; });
   }
+  lock.unlock();
   close();
 }
 
+// Returns how long to sleep before the next turns.
+std::chrono::microseconds Endpoint::give_turns(const std::vector<Posted*>& turns) {
+  progress_ = transfer_ = false;
+  for (Posted* posted : turns) {
+    if (posted->task) {
+      posted->task->resume();
+    } else {
+      posted->task = posted->start();
+      progress_ = true;
+    }
+    progress_ = progress_ || posted->done();
+  }
+  const auto now = Clock::now();
+  if (!progress_) return backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield);
+  backoff_.reset(now);
+  return {};
+}
+
 void Endpoint::set_activity(std::string_view activity) {
+  if (forked()) return;
   std::lock_guard lock(mutex_);
   activity_.assign(activity.substr(0, sizeof(CallHeader::activity)));
 }
 
 std::string Endpoint::activity() const {
+  if (forked()) return {};
   std::lock_guard lock(mutex_);
   return activity_;
 }
@@ -108,7 +154,7 @@ void Endpoint::take(Slot& slot, int rank) {
   Peer& peer = slot.peer;
   peer.state = slot.incoming.state;
   peer.reason = text_of(slot.incoming.text);
-  peer.broken = slot.incoming.broken;
+  peer.broken.assign(slot.incoming.broken, slot.incoming.broken + slot.incoming.num_broken);
   if (peer.order == 0) peer.order = ++announcements_;
   if (peer.state == Peer::State::kEnded) return;
   std::lock_guard lock(mutex_);
@@ -121,7 +167,8 @@ void Endpoint::announce(Peer::State state, std::string_view reason) {
     Outgoing& out = outgoing_.emplace_back();
     out.message = std::make_unique<Announcement>();
     out.message->state = state;
-    out.message->broken = broken_;
+    out.message->num_broken = static_cast<int>(std::min(broken_.size(), kMaxBroken));
+    std::copy_n(broken_.begin(), out.message->num_broken, out.message->broken);
     copy_text(reason, out.message->text);
     out.request = transport_->send(rank, out.message.get(), sizeof(Announcement), kAnnouncementTag);
   }
@@ -135,21 +182,31 @@ bool Endpoint::sent() {
 
 void Endpoint::give_up(const CallId& call, const std::string& reason) noexcept {
   try {
-    if (broken_ == CallId{}) broken_ = call;
-    if (leaving_) return;  // the goodbye says it
+    if (failed_) return;
+    if (leaving_) {  // the goodbye says it
+      if (std::erase(entered_, call) > 0) broken_.push_back(call);
+      return;
+    }
     {
       std::lock_guard lock(mutex_);
-      if (!own_failure_.empty()) return;
       own_failure_ = reason;
     }
+    failed_ = true;
+    broken_ = std::exchange(entered_, {});
     announce(Peer::State::kFailed, reason);
   } catch (...) {  // the transport is what failed: peers find out by their own timeouts
   }
 }
 
 std::string Endpoint::failure() const {
+  if (forked()) return {};
   std::lock_guard lock(mutex_);
   return own_failure_.empty() ? peer_failure_ : own_failure_;
+}
+
+void Endpoint::enter(const CallId& call) {
+  check_usable();
+  entered_.push_back(call);
 }
 
 void Endpoint::check_usable() const {
@@ -167,7 +224,7 @@ Endpoint::Clock::time_point Endpoint::leave_deadline() const {
 
 void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept {
   try {
-    if (getpid() != process_id_) return;
+    if (forked()) return;
     const auto deadline = Clock::now() + grace;
     const auto state = departure == Departure::kEnded ? Peer::State::kEnded : Peer::State::kRaised;
     {
@@ -176,17 +233,18 @@ void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::
       left_.assign(reason);
       leave_deadline_ = deadline;
       leaving_ = true;
+      goodbye_ = state;
+      wake_.notify_all();
     }
-    post([this, state, text = std::string(reason)] { say_goodbye(state, text); });
     std::unique_lock lock(mutex_);
     goodbye_said_.wait_until(lock, deadline + std::chrono::seconds(1), [this] { return goodbye_done_; });
   } catch (...) {  // no memory left for a goodbye: peers find out by their own timeouts
   }
 }
 
-void Endpoint::say_goodbye(Peer::State state, std::string_view reason) {
+void Endpoint::say_goodbye(Peer::State state) {
   try {
-    announce(state, reason);
+    announce(state, left_);
     const auto all_gone = [this] {
       for (int rank = 0; rank < transport_->size(); ++rank) {
         if (rank != transport_->rank() && !peer(rank).gone()) return false;

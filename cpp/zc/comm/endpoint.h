@@ -1,5 +1,8 @@
 // One rank's end of the job: its transport, the thread that makes all transport calls, and what its peers announced.
 // Shared by the world communicator and everything split from it.
+//
+// The thread has one collective of each communicator under way and gives them turns: each goes on until it has to wait
+// for messages. So collectives of one communicator run in call order, and none waits for another communicator's.
 #pragma once
 
 #include <sys/types.h>
@@ -10,14 +13,18 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "zc/comm/backoff.h"
 #include "zc/comm/communicator.h"
+#include "zc/comm/task.h"
 #include "zc/comm/transport.h"
 
 namespace zc::comm {
@@ -27,16 +34,17 @@ class Endpoint {
   using Clock = std::chrono::steady_clock;
 
   // The last pointer to it ends the progress thread; collectives still in flight fail. Call leave() before to let peers
-  // know. In a forked child nothing is ended, since the thread is not there.
+  // know. In a forked child nothing is ended, since the thread is not there, and nothing is locked, since the thread
+  // may have held the lock.
   static std::shared_ptr<Endpoint> open(std::unique_ptr<Transport> transport);
 
   Transport& transport() { return *transport_; }
 
   // --- From any thread.
 
-  // Runs `task` on the progress thread, after those posted before. Throws kComm in a forked child, which has no such
-  // thread.
-  void post(std::function<void()> task);
+  // Runs the task that `start` returns on the progress thread, after those posted for this context before. Neither may
+  // throw. Throws kComm in a forked child, which has no such thread.
+  void post(int context, std::function<Task()> start);
 
   void set_activity(std::string_view activity);
   std::string activity() const;
@@ -62,28 +70,41 @@ class Endpoint {
     enum class State { kPresent, kFailed, kEnded, kRaised };  // kFailed: still there, but its communicators are broken
     State state = State::kPresent;
     std::string reason;
-    CallId broken;  // the call that it did not finish, if it had entered one
-    int order = 0;  // 1 for the first announcement that arrived, and so on
+    std::vector<CallId> broken;  // the calls that it had entered and did not finish
+    int order = 0;               // 1 for the first announcement that arrived, and so on
     bool gone() const { return state == State::kEnded || state == State::kRaised; }
   };
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)].peer; }
 
   void poll();  // looks for announcements
 
-  // Records that this rank cannot finish `call`, which it had entered, and announces it as this rank's failure unless
-  // the rank is leaving anyway. The first one counts.
+  // A collective begins: after check_usable(). Ends with finish() or give_up().
+  void enter(const CallId& call);
+  void finish(const CallId& call) { std::erase(entered_, call); }
+
+  // Unless the rank is leaving anyway, `reason` is announced as its failure, with all calls under way: none of them is
+  // finished any more. The first one counts.
   void give_up(const CallId& call, const std::string& reason) noexcept;
 
   // Throws when this rank has failed or left.
   void check_usable() const;
+  bool has_failed() const { return failed_; }
+
+  // What a task tells before it suspends; decides when the thread may sleep.
+  void note_progress() { progress_ = true; }
+  void note_transfer() { transfer_ = true; }  // its peers are all there: data is on its way
 
   bool leaving() const { return leaving_; }
   Clock::time_point leave_deadline() const;
 
  private:
+  // In one announcement. Peers in a call beyond these find out by their own timeouts.
+  static constexpr std::size_t kMaxBroken = 32;
+
   struct Announcement {
     Peer::State state;
-    CallId broken;
+    int num_broken;
+    CallId broken[kMaxBroken];
     char text[1000];
   };
   struct Slot {
@@ -96,14 +117,22 @@ class Endpoint {
     Transport::Request request = nullptr;
   };
 
+  struct Posted {
+    std::function<Task()> start;
+    std::optional<Task> task{};  // once started; uses what `start` holds
+    bool done() const { return task && task->done(); }
+  };
+
   explicit Endpoint(std::unique_ptr<Transport> transport);
   ~Endpoint();
+  bool forked() const;  // this process is a child of the one that opened the endpoint
   void run();
+  std::chrono::microseconds give_turns(const std::vector<Posted*>& turns);
   void listen(int rank);
   void take(Slot& slot, int rank);
   void announce(Peer::State state, std::string_view reason);
   bool sent();  // all announcements have gone out
-  void say_goodbye(Peer::State state, std::string_view reason);
+  void say_goodbye(Peer::State state);
   void close() noexcept;
 
   std::unique_ptr<Transport> transport_;
@@ -111,12 +140,19 @@ class Endpoint {
   std::vector<Slot> peers_;
   std::vector<Outgoing> outgoing_;
   int announcements_ = 0;
-  CallId broken_;
+  std::vector<CallId> entered_;  // and not ended
+  std::vector<CallId> broken_;
+  bool failed_ = false;
+  Backoff backoff_;
+  bool progress_ = false;  // in these turns
+  bool transfer_ = false;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
   std::condition_variable goodbye_said_;
-  std::deque<std::function<void()>> tasks_;
+  std::map<int, std::deque<Posted>> queues_;  // by context, none empty; only the progress thread looks into the first
+  bool news_ = false;                         // a queue began
+  std::optional<Peer::State> goodbye_;        // to be said
   std::string activity_;
   std::string own_failure_;
   std::string peer_failure_;

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "zc/base/error.h"
-#include "zc/comm/backoff.h"
 
 namespace zc::comm {
 namespace {
@@ -14,8 +13,6 @@ namespace {
 // that a peer sent before it left gets this long to arrive.
 constexpr std::chrono::milliseconds kMeetingPatience{500};
 
-constexpr std::chrono::microseconds kMeetingYield{50};
-constexpr std::chrono::microseconds kTransferYield{2000};  // all peers are there: data is on its way
 constexpr unsigned kPollsBetweenAnnouncements = 32;
 
 }  // namespace
@@ -34,7 +31,7 @@ Guard::Guard(Endpoint& endpoint, std::vector<int> ranks, int index, int context)
 
 Guard::~Guard() = default;
 
-void Guard::meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout) {
+Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout) {
   timeout_ = timeout;
   Envelope& own = buffers_->own;
   own.header = header;
@@ -52,7 +49,7 @@ void Guard::meet(const CallHeader& header, std::span<const std::byte> payload, s
     const std::size_t i = (static_cast<std::size_t>(index_) + step) % members_.size();
     header_sends_.push_back(transport.send(ranks_[i], &own, bytes, header_tag_));
   }
-  wait_until(true, [this] { return poll_meeting(); });
+  co_await wait_until(true, [this] { return poll_meeting(); });
 
   // A rank that comes late finds the headers of peers that have given this call up meanwhile.
   endpoint_.poll();
@@ -93,9 +90,8 @@ void Guard::receive(std::size_t lane, int index, void* data, std::int64_t bytes)
   lanes_[lane].push_back(endpoint_.transport().receive(rank, data, bytes, payload_tag_));
 }
 
-void Guard::wait(std::size_t lane) {
-  Lane& requests = lanes_[lane];
-  wait_until(false, [&] {
+Task Guard::wait(std::size_t lane) {
+  return wait_until(false, [this, &requests = lanes_[lane]] {
     const std::size_t before = requests.size();
     std::erase_if(requests, [this](Transport::Request& request) { return endpoint_.transport().test(request); });
     if (requests.empty()) return Progress::kDone;
@@ -103,22 +99,25 @@ void Guard::wait(std::size_t lane) {
   });
 }
 
+// Suspends after each poll, so that the collectives of the rank's other communicators are polled too.
 template <class Poll>
-void Guard::wait_until(bool meeting, const Poll& poll) {
-  Backoff backoff(meeting ? kMeetingYield : kTransferYield);
+Task Guard::wait_until(bool meeting, Poll poll) {
   auto last_progress = Clock::now();
   for (unsigned count = 0;; ++count) {
     const auto now = Clock::now();  // before polling: what arrived while this thread was not running still counts
     const Progress progress = poll();
-    if (progress == Progress::kDone) return;
-    if (progress == Progress::kSome) {
+    if (progress != Progress::kNone) {
       last_progress = now;
-      backoff.reset(now);
-      continue;
+      endpoint_.note_progress();
     }
-    if (count % kPollsBetweenAnnouncements == 0) endpoint_.poll();
-    check_patience(meeting, now - last_progress);
-    backoff.pause(now);
+    if (progress == Progress::kDone) co_return;
+    if (progress == Progress::kNone) {
+      if (count % kPollsBetweenAnnouncements == 0) endpoint_.poll();
+      check_patience(meeting, now - last_progress);
+    }
+    if (!meeting) endpoint_.note_transfer();
+    co_await std::suspend_always{};
+    if (endpoint_.has_failed()) endpoint_.check_usable();
   }
 }
 
@@ -143,7 +142,7 @@ bool Guard::same_call() const {
 }
 
 bool Guard::broke_this_call(const Endpoint::Peer& peer) const {
-  return peer.broken == Endpoint::CallId{context_, buffers_->own.header.sequence};
+  return std::ranges::find(peer.broken, Endpoint::CallId{context_, buffers_->own.header.sequence}) != peer.broken.end();
 }
 
 // The peer because of which this call cannot be finished: it is lost before it came, or gave this very call up. (One

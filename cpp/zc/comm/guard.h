@@ -12,10 +12,11 @@
 
 #include "zc/comm/call_header.h"
 #include "zc/comm/endpoint.h"
+#include "zc/comm/task.h"
 
 namespace zc::comm {
 
-// All members are called from the progress thread, except the constructor.
+// All members are called from the progress thread, except the constructor. One collective at a time.
 class Guard {
  public:
   // ranks: the members' ranks in the job, in group order; index: this rank's place among them.
@@ -27,7 +28,7 @@ class Guard {
 
   // Exchanges headers, with up to kInlineBytes of payload, and compares them. Throws kComm when the ranks are not all
   // in this call.
-  void meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout);
+  Task meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout);
 
   // The payload that member `index` brought to the last meet().
   const std::byte* payload(int index) const { return heard(index).payload.data(); }
@@ -37,7 +38,7 @@ class Guard {
   static constexpr std::size_t kNumLanes = 4;
   void send(std::size_t lane, int index, const void* data, std::int64_t bytes);
   void receive(std::size_t lane, int index, void* data, std::int64_t bytes);
-  void wait(std::size_t lane);  // throws kComm when a peer is lost
+  Task wait(std::size_t lane);  // throws kComm when a peer is lost
 
   // After a failure: gives up all transfers, so that the caller's memory is its own again.
   void cancel_all() noexcept;
@@ -58,7 +59,7 @@ class Guard {
   };
 
   template <class Poll>
-  void wait_until(bool meeting, const Poll& poll);
+  Task wait_until(bool meeting, Poll poll);
   Progress poll_meeting();
   void check_patience(bool meeting, Clock::duration waited);
   bool same_call() const;

@@ -19,6 +19,7 @@ class TransportCommunicator final : public Communicator {
       : Communicator(index, static_cast<int>(ranks.size()), options),
         endpoint_(std::move(endpoint)),
         ranks_(std::move(ranks)),
+        context_(context),
         collectives_(std::make_shared<Collectives>(*endpoint_, ranks_, index, context)) {}
 
   const char* backend() const override { return endpoint_->transport().name(); }
@@ -45,7 +46,8 @@ class TransportCommunicator final : public Communicator {
     copy_text(endpoint_->activity(), header.activity);
     copy_text(call.label, header.label);
     auto state = std::make_shared<Work::State>();
-    endpoint_->post([collectives = collectives_, operation, state] { collectives->execute(operation, *state); });
+    endpoint_->post(context_,
+                    [collectives = collectives_, operation, state] { return collectives->execute(operation, *state); });
     return Work(std::move(state));
   }
 
@@ -77,6 +79,7 @@ class TransportCommunicator final : public Communicator {
 
   std::shared_ptr<Endpoint> endpoint_;
   std::vector<int> ranks_;
+  int context_;
   std::shared_ptr<Collectives> collectives_;
 };
 
