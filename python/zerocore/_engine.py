@@ -125,7 +125,9 @@ class Engine(torch.nn.Module):
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None
-        self._undo_checkpointing = checkpointing.apply(units, self.config.activation_checkpointing)
+        self._undo_checkpointing: Callable[[], None] = lambda: None
+        if self.config.activation_checkpointing.enabled:
+            self._undo_checkpointing = checkpointing.apply(units, self.config.activation_checkpointing)
         self.comm.set_activity("step 0")
 
     # Training

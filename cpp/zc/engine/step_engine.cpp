@@ -98,8 +98,10 @@ void StepEngine::allocate_states(int index) {
 void StepEngine::allocate_states() {
   for (const char* name : {"master_weights", "optimizer_state"}) bytes_.emplace(name, 0);
   for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_states(static_cast<int>(b));
+  const bool gathers_in_backward =
+      std::ranges::any_of(layout_.buckets(), [](const zero::BucketLayout& bucket) { return bucket.sharded; });
   reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options_.reduce_dtype,
-                                                 options_.num_grad_buffers, memory_);
+                                                 options_.num_grad_buffers, memory_, gathers_in_backward);
 }
 
 StepEngine::ParamMemory StepEngine::param_memory(int param) const {

@@ -1,6 +1,7 @@
 #include "zc/zero/grad_reducer.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace zc::zero {
 namespace {
@@ -18,13 +19,15 @@ bool test_bit(const std::vector<std::int64_t>& words, std::size_t bit) {
 }  // namespace
 
 GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-                         std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner)
+                         std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
+                         bool peers_may_wait)
     : comm_(std::move(comm)),
       device_(device),
       layout_(layout),
       buckets_(buckets),
       dtype_(dtype),
-      owner_(std::move(owner)) {
+      owner_(std::move(owner)),
+      peers_may_wait_(peers_may_wait) {
   std::int64_t largest = 0;
   const auto num_params = static_cast<std::size_t>(layout_.num_params());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
@@ -87,7 +90,7 @@ std::span<const int> GradReducer::ready(int param, BufferView grad, bool may_lau
   }
   if (arrivals_[p] == expected_[p]) --missing_[b];
   while (may_launch && next_in_order_ < order_.size() &&
-         missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0) {
+         missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0 && may_launch_next()) {
     launch(order_[next_in_order_++], false);
   }
   return just_launched_;
@@ -106,6 +109,17 @@ std::vector<int> GradReducer::end_micro_step() {
   recording_ = !late.empty();
   open_ = false;
   return late;
+}
+
+// Whether a launch would not wait for peers, or may. Where it may not, it still waits a moment, since peers that use
+// the same parameters are near; this keeps a fast rank from piling up gradients.
+bool GradReducer::may_launch_next() {
+  constexpr std::chrono::milliseconds kPatience{20};
+  if (!peers_may_wait_ || pool_.empty()) return true;
+  const comm::Work& work = pool_[next_buffer_].work;
+  const bool free = work.done() || (!was_patient_ && work.wait_for(kPatience));
+  was_patient_ = !free;
+  return free;
 }
 
 // Puts the gradients of a bucket on their way. late_only: those that arrived after the bucket's first launch.

@@ -8,6 +8,11 @@
 // exactly once a micro-step on every rank, used or not, whatever branch a rank took. An arrival after its bucket's
 // launch is late: ranks learn of it in the exchange that ends the micro-step, one extra round of launches carries it,
 // and the next micro-step records anew.
+//
+// Note: who may wait. A launch waits for a free bucket buffer, that is for peers to launch an earlier bucket, which
+// they may do at the end of the micro-step only, when they use other parameters. That is harmless as long as peers do
+// not wait for this rank meanwhile. Where parameters are gathered during the backward they do; there a launch that
+// finds no buffer free is put off to a later arrival, or to the end of the micro-step.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +32,10 @@ class GradReducer {
   // buckets: of `layout`, with grad_shard set where they are trainable; must outlive the reducer. dtype: what gradients
   // are rounded to on their way. num_buffers: bucket buffers in the pool; one is filled while the others are in flight.
   // With one rank there is no pool: gradients are folded from where they lie. owner: keeps the accumulators' memory
-  // alive; every reduction in flight holds it.
+  // alive; every reduction in flight holds it. peers_may_wait: see above.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
-              std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner);
+              std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
+              bool peers_may_wait);
 
   std::int64_t pool_bytes() const { return pool_bytes_; }
 
@@ -57,6 +63,7 @@ class GradReducer {
   void reset_used();
 
  private:
+  bool may_launch_next();
   void launch(int bucket, bool late_only);
   void fold_here(const Bucket& bucket, const Placement& placement, BufferView grad);
   void agree_on_record();
@@ -76,6 +83,8 @@ class GradReducer {
   };
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;
+  bool peers_may_wait_;
+  bool was_patient_ = false;  // the next launch has waited as long as it may
   std::int64_t pool_bytes_ = 0;
   Memory rounded_;  // one rank: a gradient on its way, when its own dtype is another
   std::int64_t rounded_numel_ = 0;

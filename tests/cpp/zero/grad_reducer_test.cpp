@@ -30,7 +30,7 @@ struct Fixture {
       buckets[b].label = "bucket " + std::to_string(b);
       buckets[b].grad_shard = {memory.back().get(), shard, DType::kF32, {}};
     }
-    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr);
+    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr, false);
   }
 
   std::vector<int> ready(int param, float value) {
