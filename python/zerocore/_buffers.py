@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from zerocore import _core
+from zerocore._hooks import ModuleHook
 from zerocore._params import broadcast
 from zerocore.errors import UnsupportedError
 
@@ -104,8 +105,8 @@ class RunningStatistics:
             self._restore(index)
 
     def _hook(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._hooks.append(module.register_forward_pre_hook(_Hook(before)))
-        self._hooks.append(module.register_forward_hook(_Hook(after), always_call=True))
+        self._hooks.append(module.register_forward_pre_hook(ModuleHook(before)))
+        self._hooks.append(module.register_forward_hook(ModuleHook(after), always_call=True))
 
     # Forwards
 
@@ -204,17 +205,3 @@ class RunningStatistics:
             records.append(_Record(index, counted, mean, var))
             at = end
         return records
-
-
-class _Hook:
-    """A hook that a copied or pickled model does not take along: there it does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()

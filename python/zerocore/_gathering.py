@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree
 
 from zerocore import _core, _released, _tensor
+from zerocore._hooks import ModuleHook
 from zerocore._units import Unit
 from zerocore.errors import Error
 
@@ -51,7 +52,7 @@ class _UnitState:
     versions: list[int] = dataclasses.field(default_factory=list)
 
 
-class UnitGatherer:
+class UnitGatherer(_released.NotPickled):
     """Carries out the core's plans for one model.
 
     Args:
@@ -217,8 +218,8 @@ class UnitGatherer:
             self._carry_out(self._core.leave_unit(unit, was_training))
             return output
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+        self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
 
     def _own_outputs(self, unit: int, output: Any) -> Any:
         """Replaces views of the unit's parameters by copies, since the unit is released behind them."""

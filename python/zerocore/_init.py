@@ -21,7 +21,7 @@ _PLAIN_USES = 2  # references to a parameter's storage: its own and the one that
 open_inits: list[Any] = []  # innermost last
 
 
-class InitShards:
+class InitShards(_released.NotPickled):
     """The home of parameters between their construction and the engine: each is cut evenly over the ranks.
 
     Args:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore import _core, _released, _tensor
 from zerocore._gathering import UnitGatherer
@@ -21,12 +20,11 @@ from zerocore.errors import ConfigError, DeviceError, UnsupportedError
 logger = logging.getLogger("zerocore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_owners: MutableMapping[torch.Tensor, ModelParams] = WeakTensorKeyDictionary()  # the engine's, of each parameter
 _STATES = (_core.StateKind.state1, _core.StateKind.state2)
 _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
-class ModelParams:
+class ModelParams(_released.NotPickled):
     """Moves parameters into the core's buckets, and feeds it the gradients of those that are trained.
 
     The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data`
@@ -133,7 +131,7 @@ class ModelParams:
             if self._is_trained[i]
         ]
         for param in self.params:
-            _owners[param] = self
+            param._zc_owner = self  # type: ignore[attr-defined]
 
     def _dtypes(self, param: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
         """In which dtype a parameter is kept, and in which it is used."""
@@ -425,7 +423,7 @@ class StepOutcome:
 
 def owner_of(param: torch.Tensor) -> ModelParams | None:
     """The parameters of the open engine that a parameter belongs to."""
-    owner = _owners.get(param)
+    owner: ModelParams | None = getattr(param, "_zc_owner", None)
     return None if owner is None or owner.closed else owner
 
 

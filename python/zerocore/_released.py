@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore.errors import Error
 
@@ -62,48 +61,52 @@ class Home(Protocol):
         """The released parameter gets another home."""
 
 
-_homes: MutableMapping[torch.Tensor, Home] = WeakTensorKeyDictionary()  # not attributes, which would be pickled
+class NotPickled:
+    """What hangs on a parameter but must not be saved with it."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def home_of(param: torch.nn.Parameter) -> Home | None:
     """The home of a parameter that may be released at times; None for a plain one."""
-    return _homes.get(param)
+    return getattr(param, "_zc_home", None)
 
 
 def set_home(param: torch.nn.Parameter, home: Home | None) -> None:
     """Gives a parameter a home, in place of one it may have."""
-    before = _homes.pop(param, None)
+    before = home_of(param)
     if before is not None and before is not home:
         before.forget(param)
-    if home is not None:
-        _homes[param] = home
+    param._zc_home = home  # type: ignore[attr-defined]
 
 
 class Released(torch.nn.Parameter):
     """The behaviour that a released parameter's class adds to its own."""
 
     _zc_class: type  # its own
+    _zc_home: Home
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _ALLOWED:
             given = [*args, *kwargs.values()]
-            for home in {id(home): home for home in map(_homes.__getitem__, released_in(given))}.values():
+            for home in {id(p._zc_home): p._zc_home for p in released_in(given)}.values():
                 home.use_while_released(given, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _homes[self].use_while_released([self], "copy.deepcopy()")
+        self._zc_home.use_while_released([self], "copy.deepcopy()")
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _homes[self].use_while_released([self], "pickling, as torch.save() does,")
+        self._zc_home.use_while_released([self], "pickling, as torch.save() does,")
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"released parameter {_homes[self].name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"
+        return f"released parameter {self._zc_home.name_of(self)} of shape {tuple(self.shape)}, {self.dtype}"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -111,8 +114,8 @@ class Released(torch.nn.Parameter):
 
 def _name_of(func: Any) -> str:
     """What the user wrote to get here, about."""
-    descriptor = getattr(func, "__self__", None)  # of an attribute
-    return f".{descriptor.__name__}" if descriptor is not None else f"{getattr(func, '__name__', func)}()"
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
 
 
 @functools.cache
