@@ -85,93 +85,109 @@ bool ParamGatherer::encloses(int outer, int unit) const {
 // --- Uses
 
 ParamGatherer::Plan ParamGatherer::enter(int unit, Pass pass, bool training) {
-  Plan plan;
-  if (pass == Pass::kBackward) plan = need(unit);
-  if (pass == Pass::kForward) plan = end_backward();
   Unit& entered = units_[index(unit)];
-  if (pass == Pass::kForward && entered.calls == 0 && training) record({unit, pass});
-  ++entered.calls;
-  gather(unit, pass != Pass::kDemand, plan);
-  if (pass == Pass::kForward) prefetch(training, plan);
-  return plan;
+  const bool outermost = entered.calls++ == 0;  // in use from here on, so that nothing below releases it
+  if (pass == Pass::kBackward) reach(unit);
+  if (pass == Pass::kForward) {
+    leave_backward();
+    if (outermost && training) record({.unit = unit, .pass = pass});
+  }
+  gather(unit, pass != Pass::kDemand);
+  if (pass == Pass::kForward && training) prefetch();
+  return take_plan();
 }
 
 ParamGatherer::Plan ParamGatherer::leave(int unit, bool training) {
-  Plan plan;
   Unit& left = units_[index(unit)];
   ZC_CHECK(left.calls > 0, kInternal, "[zero] unit ", left.spec.name, " left more often than entered");
   --left.calls;
-  release_unless_kept(unit, training, plan);
-  return plan;
+  release_unless_kept(unit, training);
+  return take_plan();
 }
 
 ParamGatherer::Plan ParamGatherer::need(int unit) {
-  Plan plan;
-  Unit& needed = units_[index(unit)];
-  if (!needed.needed) {
-    record({unit, Pass::kBackward});
-    needed.needed = true;
-    for (int other = 0; other < num_units(); ++other) {
-      if (!units_[index(other)].needed || encloses(other, unit)) continue;
-      units_[index(other)].needed = false;
-      release_unless_kept(other, true, plan);
-    }
-  }
-  gather(unit, true, plan);
-  prefetch(true, plan);
-  return plan;
+  reach(unit);
+  return take_plan();
 }
 
 ParamGatherer::Plan ParamGatherer::end_backward() {
-  Plan plan;
-  for (int unit = 0; unit < num_units(); ++unit) {
-    if (!units_[index(unit)].needed) continue;
-    units_[index(unit)].needed = false;
-    release_unless_kept(unit, true, plan);
-  }
-  return plan;
+  leave_backward();
+  return take_plan();
 }
 
 void ParamGatherer::end_micro_step() {
-  if (!recorded_.empty()) predicted_ = std::move(recorded_);
+  if (recorded_.empty()) return;
+  predicted_.swap(recorded_);
   recorded_.clear();
+  recorded_numel_ = 0;
   cursor_ = 0;
+  for (Unit& unit : units_) unit.uses.clear();
+  for (std::size_t at = 0; at < predicted_.size(); ++at) units_[index(predicted_[at].unit)].uses.push_back(at);
 }
 
 ParamGatherer::Plan ParamGatherer::invalidate() {
-  Plan plan = end_backward();
-  for (int unit = 0; unit < num_units(); ++unit) {
-    const Unit& state = units_[index(unit)];
-    if (!state.gathered) continue;
-    ZC_CHECK(!state.in_use(), kConfig, "[zero] unit \"", state.spec.name,
+  for (const Unit& unit : units_) {
+    ZC_CHECK(unit.calls == 0, kConfig, "[zero] unit \"", unit.spec.name,
              "\" is in use while its parameters are updated: got a step inside a forward, unsharded() or "
              "GatheredParameters(), expected one outside. Leave the block first.");
-    release(unit, plan);
   }
-  return plan;
+  leave_backward();
+  for (int unit = 0; unit < num_units(); ++unit) {
+    if (units_[index(unit)].gathered) release(unit);
+  }
+  return take_plan();
+}
+
+void ParamGatherer::reach(int unit) {
+  Unit& reached = units_[index(unit)];
+  const bool first = !reached.needed;
+  if (first) {
+    record({.unit = unit, .pass = Pass::kBackward});
+    reached.needed = true;
+    drop_needed(unit);
+    reached_ = unit;
+  }
+  gather(unit, true);
+  if (first) prefetch();
+}
+
+void ParamGatherer::leave_backward() {
+  drop_needed(-1);
+  reached_ = -1;
+}
+
+// What the backward needed is no longer in use, except `unit` and those around it.
+void ParamGatherer::drop_needed(int unit) {
+  for (int other = reached_; other >= 0; other = units_[index(other)].spec.parent) {
+    Unit& state = units_[index(other)];
+    if (!state.needed || encloses(other, unit)) continue;
+    state.needed = false;
+    release_unless_kept(other, true);
+  }
 }
 
 // --- What comes next
 
 void ParamGatherer::record(Use use) {
+  const Unit& used = units_[index(use.unit)];
+  use.before = recorded_numel_;
+  recorded_numel_ += used.numel;
   if (recorded_.size() < kMaxUses) recorded_.push_back(use);
-  const auto from = predicted_.begin() + static_cast<std::ptrdiff_t>(cursor_);
-  const auto found = std::find(from, predicted_.end(), use);
-  if (found != predicted_.end()) cursor_ = static_cast<std::size_t>(found - predicted_.begin()) + 1;
-}
-
-// Elements of the units used before `unit` is used again.
-std::int64_t ParamGatherer::distance_to_next_use(int unit) const {
-  std::int64_t distance = 0;
-  for (std::size_t at = cursor_; at < predicted_.size(); ++at) {
-    if (predicted_[at].unit == unit) return distance;
-    distance += units_[index(predicted_[at].unit)].numel;
+  for (auto at = std::lower_bound(used.uses.begin(), used.uses.end(), cursor_); at != used.uses.end(); ++at) {
+    if (predicted_[*at].pass != use.pass) continue;
+    cursor_ = *at + 1;
+    return;
   }
-  return kNever;
 }
 
-void ParamGatherer::prefetch(bool training, Plan& plan) {
-  if (!training) return;
+// Where in predicted_ the unit is used next; its end when it is not.
+std::size_t ParamGatherer::next_use(int unit) const {
+  const std::vector<std::size_t>& uses = units_[index(unit)].uses;
+  const auto next = std::lower_bound(uses.begin(), uses.end(), cursor_);
+  return next == uses.end() ? predicted_.size() : *next;
+}
+
+void ParamGatherer::prefetch() {
   std::int64_t ahead = 0;
   for (std::size_t at = cursor_; at < predicted_.size(); ++at) {
     const Unit& next = units_[index(predicted_[at].unit)];
@@ -179,53 +195,62 @@ void ParamGatherer::prefetch(bool training, Plan& plan) {
     if (ahead > limits_.prefetch_numel) return;
     if (next.gathered) continue;
     if (live_numel_ + next.numel > limits_.max_live_numel) return;
-    gather(predicted_[at].unit, true, plan);
+    gather(predicted_[at].unit, true);
   }
 }
 
 // --- Memory
 
-void ParamGatherer::gather(int unit, bool bounded, Plan& plan) {
+void ParamGatherer::gather(int unit, bool bounded) {
   Unit& wanted = units_[index(unit)];
   if (wanted.gathered) return;
   while (bounded && live_numel_ + wanted.numel > limits_.max_live_numel) {
-    int victim = -1;
-    std::int64_t farthest = -1;
-    for (int other = 0; other < num_units(); ++other) {
-      const Unit& state = units_[index(other)];
-      if (!state.gathered || state.in_use() || state.numel == 0) continue;
-      const std::int64_t distance = distance_to_next_use(other);
-      if (distance > farthest) {
-        victim = other;
-        farthest = distance;
-      }
-    }
+    const int victim = used_last();
     ZC_CHECK(victim >= 0, kConfig, "[zero] unit \"", wanted.spec.name, "\" needs ", wanted.numel,
              " elements beside the ", live_numel_, " in use: got a bound of max_live_numel = ", limits_.max_live_numel,
-             " gathered elements (stage3_max_live_parameters). Raise it, or choose smaller units.");
-    release(victim, plan);
+             " gathered elements (stage3_max_live_parameters), expected at least ", live_numel_ + wanted.numel,
+             ". Raise it, or choose smaller units.");
+    release(victim);
   }
   wanted.gathered = true;
   live_numel_ += wanted.numel;
   peak_live_numel_ = std::max(peak_live_numel_, live_numel_);
-  plan.gather.push_back(unit);
+  // A unit that this very plan was to release has not been freed yet: it stays as it is.
+  if (std::erase(plan_.release, unit) == 0) plan_.gather.push_back(unit);
 }
 
-void ParamGatherer::release_unless_kept(int unit, bool training, Plan& plan) {
-  Unit& state = units_[index(unit)];
+// Of the gathered units that are not in use, the one whose next use is farthest; -1 when there is none.
+int ParamGatherer::used_last() const {
+  int last = -1;
+  std::size_t farthest = 0;
+  for (int unit = 0; unit < num_units(); ++unit) {
+    const Unit& state = units_[index(unit)];
+    if (!state.gathered || state.in_use() || state.numel == 0) continue;
+    const std::size_t next = next_use(unit);
+    if (last >= 0 && next <= farthest) continue;
+    last = unit;
+    farthest = next;
+  }
+  return last;
+}
+
+void ParamGatherer::release_unless_kept(int unit, bool training) {
+  const Unit& state = units_[index(unit)];
   if (!state.gathered || state.in_use()) return;
-  if (2 * total_numel_ < limits_.max_reuse_numel) return;
-  if (training && distance_to_next_use(unit) < limits_.max_reuse_numel) return;
-  release(unit, plan);
+  const bool fits = live_numel_ <= limits_.max_live_numel;  // not so where units are held on demand
+  const bool all_near = 2 * total_numel_ < limits_.max_reuse_numel;
+  const std::size_t next = next_use(unit);
+  const bool near = training && next < predicted_.size() &&
+                    predicted_[next].before - predicted_[cursor_].before < limits_.max_reuse_numel;
+  if (!fits || !(all_near || near)) release(unit);
 }
 
-void ParamGatherer::release(int unit, Plan& plan) {
+void ParamGatherer::release(int unit) {
   Unit& state = units_[index(unit)];
   land(state);
   state.gathered = false;
   live_numel_ -= state.numel;
-  // A unit that this very plan was to gather needs no memory after all.
-  if (std::erase(plan.gather, unit) == 0) plan.release.push_back(unit);
+  plan_.release.push_back(unit);
 }
 
 void ParamGatherer::start(int bucket, BufferView full) {
@@ -234,22 +259,22 @@ void ParamGatherer::start(int bucket, BufferView full) {
   Unit& unit = units_[index(layout.unit)];
   ZC_CHECK(full.numel == layout.numel && full.dtype == layout.compute_dtype, kInternal, "[zero] ", source.label,
            " gathered into ", full.numel, " elements of ", name(full.dtype));
-  Flight flight{.bucket = bucket, .full = full};
+  ZC_CHECK(unit.gathered, kInternal, "[zero] ", source.label, " gathered without a plan");
   if (!layout.sharded) {
     device_.kernels().cast(source.params, full, {});
     return;
   }
   // What travels is the narrower of the two dtypes; the result is the same.
-  flight.widen = size_bytes(layout.dtype) < size_bytes(layout.compute_dtype);
+  const bool widen = size_bytes(layout.dtype) < size_bytes(layout.compute_dtype);
   BufferView travelling = full;
-  if (flight.widen) {
+  if (widen) {
     const std::int64_t bytes = layout.numel * size_bytes(layout.dtype);
     travelling = {full.as<std::byte>() + full.bytes() - bytes, layout.numel, layout.dtype, full.device};
   }
   device_.kernels().cast(source.params, travelling.slice(source.shard_offset, layout.shard_numel), {});
-  flight.work = comm_->all_gather(travelling, labels_[static_cast<std::size_t>(bucket)]);
-  flight.work.keep(owner_);
-  unit.flights.push_back(std::move(flight));
+  comm::Work work = comm_->all_gather(travelling, labels_[static_cast<std::size_t>(bucket)]);
+  work.keep(owner_);
+  unit.flights.push_back({bucket, full, std::move(work), widen});
 }
 
 void ParamGatherer::wait(int unit) { land(units_[index(unit)]); }

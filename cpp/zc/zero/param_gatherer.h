@@ -9,15 +9,16 @@
 // nothing else, so gathers are launched in one order everywhere, and the guard names the ranks that took other paths.
 //
 // Note: what is kept. The order of uses in the last micro-step predicts those of this one. A unit that is no longer in
-// use is kept when the elements gathered until its next use are fewer than max_reuse_numel, and given up, the one used
+// use is kept when the elements used until its next use are fewer than max_reuse_numel, and given up, the one used
 // last first, when another needs its room. Without a prediction (the first micro-step, evaluation) nothing is kept,
-// unless max_reuse_numel exceeds what lies between any two uses.
+// unless max_reuse_numel exceeds what lies between any two uses. Nothing is kept above max_live_numel.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zc/comm/communicator.h"
@@ -60,12 +61,13 @@ class ParamGatherer {
   std::span<const int> buckets(int unit) const { return units_[index(unit)].buckets; }
 
   // The unit's module begins (enter) and ends (leave) a call; calls nest. `training`: a backward will follow, so that
-  // the order of uses is recorded and predicted.
+  // the order of uses is recorded and predicted. enter() throws kConfig when the units in use leave no room within
+  // max_live_numel; the call has begun all the same, and its end must be told.
   Plan enter(int unit, Pass pass, bool training);
   Plan leave(int unit, bool training);
 
-  // The unit's parameters are needed by the backward from now on, until the backward reaches another unit that does not
-  // lie within it.
+  // The unit's parameters are needed by the backward from now on, until it first needs another unit that does not lie
+  // within this one. Throws as enter() does.
   Plan need(int unit);
 
   // No backward is running: what only it needed is no longer in use.
@@ -82,7 +84,7 @@ class ParamGatherer {
   void end_micro_step();
 
   // Parameters are about to change, and what was gathered will be stale. Waits for what is on its way. Throws kConfig
-  // when a unit is in use.
+  // when a call is open; nothing is released then.
   Plan invalidate();
 
   // Gathered now, or on the way; and at most so far. In elements, padding included.
@@ -93,7 +95,7 @@ class ParamGatherer {
   struct Flight {
     int bucket = 0;
     BufferView full;
-    comm::Work work{};
+    comm::Work work;
     bool widen = false;  // arrived in the model dtype, in the end of `full`
   };
   struct Unit {
@@ -104,25 +106,30 @@ class ParamGatherer {
     bool needed = false;    // by the backward
     bool gathered = false;  // live, or to be started by the caller, or on its way
     std::vector<Flight> flights{};
+    std::vector<std::size_t> uses{};  // where in predicted_, ascending
     bool in_use() const { return calls > 0 || needed; }
   };
   struct Use {
     int unit = 0;
     Pass pass = Pass::kForward;
-    friend bool operator==(const Use&, const Use&) = default;
+    std::int64_t before = 0;  // elements of the uses before it in its micro-step
   };
 
-  static constexpr std::int64_t kNever = INT64_MAX;
   static constexpr std::size_t kMaxUses = 1 << 20;  // of one micro-step, after which no more are recorded
 
   std::size_t index(int unit) const;
   bool encloses(int outer, int unit) const;
+  Plan take_plan() { return std::exchange(plan_, {}); }
+  void reach(int unit);
+  void leave_backward();
+  void drop_needed(int unit);
   void record(Use use);
-  std::int64_t distance_to_next_use(int unit) const;
-  void gather(int unit, bool bounded, Plan& plan);
-  void prefetch(bool training, Plan& plan);
-  void release(int unit, Plan& plan);
-  void release_unless_kept(int unit, bool training, Plan& plan);
+  std::size_t next_use(int unit) const;
+  void prefetch();
+  void gather(int unit, bool bounded);
+  int used_last() const;
+  void release_unless_kept(int unit, bool training);
+  void release(int unit);
   void land(Unit& unit);
 
   std::shared_ptr<comm::Communicator> comm_;
@@ -137,9 +144,13 @@ class ParamGatherer {
   std::int64_t live_numel_ = 0;
   std::int64_t peak_live_numel_ = 0;
 
+  Plan plan_;         // decided, not handed out yet; it outlasts a call that throws
+  int reached_ = -1;  // the unit that the backward reached last: only it and those around it are needed
+
   std::vector<Use> predicted_;  // the uses of the last micro-step
   std::vector<Use> recorded_;   // of this one
-  std::size_t cursor_ = 0;      // in predicted_: after the last use that matched
+  std::int64_t recorded_numel_ = 0;
+  std::size_t cursor_ = 0;  // in predicted_: after the last use that matched
 };
 
 }  // namespace zc::zero
