@@ -187,8 +187,8 @@ void bind_engine(py::module_& m) {
       .def("read_state", &StepEngine::read_state, NoGil())
       .def("write_state", &StepEngine::write_state, NoGil())
       .def("owned_range",
-           [](const StepEngine& self, int param) {
-             const auto range = self.owned_range(param);
+           [](const StepEngine& self, int param, StateKind kind) {
+             const auto range = self.owned_range(param, kind);
              return std::pair(range.begin, range.end);
            })
       .def("read_owned_state", &StepEngine::read_owned_state, NoGil())

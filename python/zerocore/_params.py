@@ -68,13 +68,14 @@ class ModelParams(_released.NotPickled):
         self.params = [p for _, p in named]
         self._index_of = {id(p): index for index, p in enumerate(self.params)}
         self._is_trained = [id(p) in group_of for p in self.params]
+        self._kept, self._used = zip(*map(self._dtypes, self.params), strict=True)
         sharded = _sharded(self.params, config.zero) if shards else set()
-        gathered = {id(p) for p in self.params if id(p) in sharded or self._dtypes(p)[0] != self._dtypes(p)[1]}
+        casts = {id(p) for p, kept, used in zip(self.params, self._kept, self._used, strict=True) if kept != used}
+        gathered = sharded | casts
         units = units if gathered else []
         unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.params if id(p) in gathered}
         specs = []
-        for name, param in named:
-            kept, used = self._dtypes(param)
+        for (name, param), kept, used in zip(named, self._kept, self._used, strict=True):
             specs.append(
                 _core.ParamSpec(
                     name=name,
@@ -137,14 +138,16 @@ class ModelParams(_released.NotPickled):
         """In which dtype a parameter is kept, and in which it is used."""
         if self._dtype == self._compute_dtype == torch.float32:
             return param.dtype, param.dtype  # frozen ones may have their own
+        narrows = self._compute_dtype.itemsize < self._dtype.itemsize
+        if narrows and not param.requires_grad:
+            return self._compute_dtype, self._compute_dtype  # nothing needs the other bits
         return self._dtype, self._compute_dtype
 
     def _move(self, index: int, param: torch.nn.Parameter, unit: int, bucket: int, offset: int) -> None:
         with torch.no_grad(), whole(param):
-            kept, _ = self._dtypes(param)
             dense = _tensor.is_dense(param)
             values = param.detach() if dense else param.detach().contiguous()
-            values = values.to(torch.float32 if self._is_trained[index] else kept, copy=True)
+            values = values.to(torch.float32 if self._is_trained[index] else self._kept[index], copy=True)
             self._core.load_param(index, _tensor.view(values))
         param.grad = None
         if unit >= 0:
@@ -153,7 +156,7 @@ class ModelParams(_released.NotPickled):
         memory, offset_bytes = self._core.param_memory(index)
         _released.set_home(param, None)
         _released.mark_whole(param)
-        param.data = _tensor.like_in_memory(memory, offset_bytes, param, kept)
+        param.data = _tensor.like_in_memory(memory, offset_bytes, param, self._kept[index])
 
     def _hook(self, index: int) -> Any:
         def on_gradient(param: torch.Tensor) -> None:
@@ -281,13 +284,13 @@ class ModelParams(_released.NotPickled):
         return index is not None and self._is_trained[index]
 
     def full_values(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's values as they are kept. Collective."""
+        """A copy of a parameter's values: a trained one's as it is kept, a frozen one's as it is used. Collective."""
         index = self.index_of(param)
-        kept, used = self._dtypes(param)
+        kept, used = self._kept[index], self._used[index]
         if self._is_trained[index] and kept == torch.float32 != used:
             return self.read_state(param, _core.StateKind.master)
         with torch.no_grad(), whole(param):
-            return param.detach().to(kept, copy=True)
+            return param.detach().to(kept if self._is_trained[index] else used, copy=True)
 
     def copies(self, tensors: list[torch.Tensor], wanted: bool) -> dict[int, torch.Tensor]:
         """Copies of parameters, as full_values() makes them, and of other tensors, by id; one unit is whole at a time.
@@ -340,14 +343,14 @@ class ModelParams(_released.NotPickled):
 
     def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
-        begin, end = self._core.owned_range(self.index_of(param))
+        begin, end = self._core.owned_range(self.index_of(param), kind)
         out = torch.empty(end - begin)
         self._core.read_owned_state(self.index_of(param), kind, _tensor.view(out))
         return out
 
     def write_local(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
         """Sets the part of a trained parameter's state that this rank owns. Of masters collective."""
-        begin, end = self._core.owned_range(self.index_of(param))
+        begin, end = self._core.owned_range(self.index_of(param), kind)
         if values.numel() != end - begin:
             raise ConfigError(
                 f"[zero] {self.name_of(param)}: got {values.numel()} values, expected the {end - begin} of this rank's "
@@ -381,7 +384,7 @@ class ModelParams(_released.NotPickled):
             broadcast([target], self.comm, "load a tensor")
             return
         param = self.params[index]
-        dtype = torch.float32 if self._is_trained[index] else self._dtypes(param)[0]
+        dtype = torch.float32 if self._is_trained[index] else self._kept[index]
         own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype), param)
         with torch.no_grad():
             own.copy_(values)

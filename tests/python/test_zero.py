@@ -329,7 +329,7 @@ def test_an_exception_in_the_forward_leaves_the_engine_usable():
 # Traffic and memory
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2, 4)
 def test_traffic_is_three_psi(world_size):
     torch.manual_seed(0)
     engine = zerocore.Engine(Blocks(num_blocks=6, width=256), config())

@@ -156,7 +156,7 @@ BufferView StepEngine::state(const zero::Bucket& bucket, StateKind kind) const {
   return {};
 }
 
-// The elements of a parameter that lie in the owned part of `rank`'s bucket; of gradients, in its shard.
+// The elements of a parameter whose state `rank` owns. Of gradients that is its shard in every stage.
 StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) const {
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(at.bucket)];
@@ -167,12 +167,8 @@ StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) cons
   return {begin, end};
 }
 
-StepEngine::Range StepEngine::owned_range(int param) const {
-  return range_of(param, comm_->rank(), policy_.shard_optimizer ? StateKind::kMaster : StateKind::kGrad);
-}
-
 void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
-  const Range range = owned_range(param);
+  const Range range = owned_range(param, kind);
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   reducer_->wait();
@@ -180,7 +176,7 @@ void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
 }
 
 void StepEngine::write_owned_state(int param, StateKind kind, BufferView values) {
-  const Range range = owned_range(param);
+  const Range range = owned_range(param, kind);
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   reducer_->wait();

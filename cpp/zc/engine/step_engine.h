@@ -77,13 +77,13 @@ class StepEngine {
   void read_state(int param, StateKind kind, BufferView out);
   void write_state(int param, StateKind kind, BufferView values);
 
-  // The part of a parameter whose state this rank owns, and that part's state. Local; but setting kMaster of a
-  // parameter that is kept whole is collective, since every rank then gets the others' parts.
+  // The part of a parameter whose state of one kind this rank owns, and that part's state. Local; but setting kMaster
+  // of a parameter that is kept whole is collective, since every rank then gets the others' parts.
   struct Range {
     std::int64_t begin = 0;
     std::int64_t end = 0;
   };
-  Range owned_range(int param) const;
+  Range owned_range(int param, StateKind kind) const { return range_of(param, comm_->rank(), kind); }
   void read_owned_state(int param, StateKind kind, BufferView out);
   void write_owned_state(int param, StateKind kind, BufferView values);
 
