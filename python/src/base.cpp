@@ -1,6 +1,7 @@
 #include "bindings.h"
 #include "memory.h"
 #include "zc/base/buffer_view.h"
+#include "zc/base/memory.h"
 
 namespace py = pybind11;
 
@@ -24,4 +25,6 @@ void bind_base(py::module_& m) {
       .def_buffer([](PyMemory& self) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(self.memory.get()), self.bytes);
       });
+  m.def("begin_direct_allocations", &zc::begin_direct_allocations);
+  m.def("end_direct_allocations", &zc::end_direct_allocations);
 }

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,18 +102,19 @@ class Engine(torch.nn.Module):
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
         units = self._choose_units()
-        self._params = ModelParams(
-            model,
-            self._optimizer,
-            self.config,
-            self.comm,
-            units=units,
-            on_first_gradient=self._begin_micro_step,
-            on_read_gradient=self._end_micro_step_early,
-        )
-        precision = self.config.precision
-        dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
-        share_other_state(model, self._params, self.comm, dtypes)
+        with _init.direct_allocations():
+            self._params = ModelParams(
+                model,
+                self._optimizer,
+                self.config,
+                self.comm,
+                units=units,
+                on_first_gradient=self._begin_micro_step,
+                on_read_gradient=self._end_micro_step_early,
+            )
+            precision = self.config.precision
+            dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
+            share_other_state(model, self._params, self.comm, dtypes)
         self._statistics.attach()
         self.global_steps = 0
         self.skipped_steps = 0
@@ -341,12 +342,27 @@ class Engine(torch.nn.Module):
         Args:
             rank0_only: the other ranks take part and get an empty dict.
         """
-        wanted = self.rank == 0 or not rank0_only
         found: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        values = self._params.copies([v for v in found.values() if isinstance(v, torch.Tensor)], wanted)
-        if not wanted:
+        values: dict[int, torch.Tensor] = {}
+        for key, value in self._params.copies(v for v in found.values() if isinstance(v, torch.Tensor)):
+            if self.rank == 0 or not rank0_only:
+                values[key] = value
+        if rank0_only and self.rank != 0:
             return {}
         return {name: values.get(id(value), value) for name, value in found.items()}
+
+    def iter_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of state_dict() one by one, for a model that is larger than a rank's memory. Collective.
+
+        Every rank must go through all of them. A tied tensor comes once for each of its names.
+        """
+        names: dict[int, list[str]] = {}
+        tensors = {name: v for name, v in self.module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        for name, value in tensors.items():
+            names.setdefault(id(value), []).append(name)
+        for key, value in self._params.copies(tensors.values()):
+            for name in names[key]:
+                yield name, value
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what state_dict() has returned, or the plain model's; rank 0's values count. Collective.

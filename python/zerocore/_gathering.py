@@ -34,6 +34,11 @@ _WAY_OUT = (
 )
 
 
+_LARGE = 1 << 20  # bytes
+_SHRINK_BYTES = 128
+_MAX_SHRUNK = 512
+
+
 @dataclasses.dataclass
 class _UnitState:
     """A unit, its parameters' places, and what is in memory.
@@ -65,11 +70,12 @@ class UnitGatherer(_released.NotPickled):
         self._units: list[_UnitState] = []
         self._unit_of_param: dict[int, int] = {}
         self._unit_of_storage: dict[int, int] = {}
-        self._in_backward_of: int | None = None
+        self._shrunk = 0
         for index, unit in enumerate(units):
             flats = {}
             for bucket, numel, dtype in core.unit_buckets(index):
                 flat = torch.empty(numel, dtype=_tensor.TORCH_DTYPES[dtype])
+                flat.untyped_storage().resize_(0)
                 self._unit_of_storage[flat.untyped_storage()._cdata] = index
                 flats[bucket] = flat
             self._units.append(_UnitState(unit.name, flats))
@@ -80,10 +86,14 @@ class UnitGatherer(_released.NotPickled):
     # Parameters
 
     def adopt(self, unit: int, bucket: int, offset: int, name: str, param: torch.nn.Parameter) -> None:
-        """Lets the gatherer be the place of a parameter's values; those in it are gone."""
+        """Lets the gatherer be the place of a parameter's values; the parameter is released."""
         state = self._units[unit]
         _released.mark_whole(param)
+        storage = state.flats[bucket].untyped_storage()
+        storage.resize_(state.flats[bucket].numel() * state.flats[bucket].element_size())  # a view must fit when made
         param.data = _tensor.shaped(state.flats[bucket][offset : offset + param.numel()], param)
+        storage.resize_(0)
+        _released.mark_released(param)
         state.params.append((name, param))
         self._unit_of_param[id(param)] = unit
         _released.set_home(param, self)
@@ -91,11 +101,6 @@ class UnitGatherer(_released.NotPickled):
     def forget(self, param: torch.nn.Parameter) -> None:
         state = self._units[self._unit_of_param.pop(id(param))]
         state.params = [(name, each) for name, each in state.params if each is not param]
-
-    def finish(self) -> None:
-        """All parameters are adopted: releases them."""
-        for state in self._units:
-            self._empty(state)
 
     def name_of(self, param: torch.nn.Parameter) -> str:
         state = self._units[self._unit_of_param[id(param)]]
@@ -140,7 +145,12 @@ class UnitGatherer(_released.NotPickled):
         self._carry_out(self._core.invalidate_units())
 
     def gathered_bytes(self) -> int:
-        return sum(flat.untyped_storage().nbytes() for state in self._units for flat in state.flats.values())
+        return sum(
+            flat.numel() * flat.element_size()
+            for state in self._units
+            for flat in state.flats.values()
+            if flat.untyped_storage().nbytes() > 0
+        )
 
     def close(self) -> None:
         """Takes the hooks off; the parameters stay whole. Collective."""
@@ -157,8 +167,20 @@ class UnitGatherer(_released.NotPickled):
 
     def _start(self, unit: int) -> None:
         for bucket, flat in self._units[unit].flats.items():
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            flat.untyped_storage().resize_(self._room_for(flat.numel() * flat.element_size()))
             self._core.start_gather(bucket, _tensor.view(flat))
+
+    def _room_for(self, num_bytes: int) -> int:
+        """How large to make a storage of so many bytes.
+
+        Note: glibc cannot put an aligned block back into the hole that an equal one has left, when something small has
+        settled behind it, and takes fresh memory: the heap would grow to a multiple of what is gathered. So each large
+        block is a little smaller than the ones before it, and fits; every 512th starts over.
+        """
+        if num_bytes < _LARGE:
+            return num_bytes
+        self._shrunk = (self._shrunk + 1) % _MAX_SHRUNK
+        return num_bytes + _SHRINK_BYTES * (_MAX_SHRUNK - self._shrunk)
 
     def _bring(self, unit: int) -> None:
         state = self._units[unit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -19,6 +20,16 @@ _WAY_OUT = (
 _PLAIN_USES = 2  # references to a parameter's storage: its own and the one that asks
 
 open_inits: list[Any] = []  # innermost last
+
+
+@contextlib.contextmanager
+def direct_allocations() -> Iterator[None]:
+    """While a model is built: memory of tensors that are freed goes back to the system (zc/base/memory.h)."""
+    _core.begin_direct_allocations()
+    try:
+        yield
+    finally:
+        _core.end_direct_allocations()
 
 
 class InitShards(_released.NotPickled):
@@ -41,7 +52,12 @@ class InitShards(_released.NotPickled):
 
     def new_param(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
         """`module` has got a parameter; it is sharded when something else is constructed."""
-        if param in self._shards or param.dtype not in _tensor.DTYPES or param.device.type != "cpu":
+        if (
+            param in self._shards
+            or param.dtype not in _tensor.DTYPES
+            or param.device.type != "cpu"
+            or not param.numel()
+        ):
             return
         self.shard_all(but_of=module)
         if id(param) not in self._whole:
@@ -70,7 +86,8 @@ class InitShards(_released.NotPickled):
             flat = values.as_strided((values.numel(),), (1,))
             numel = self._shard_numel(param)
             first = min(self.comm.rank * numel, flat.numel())
-            shard = torch.zeros(numel, dtype=values.dtype)
+            memory = self.comm.allocate(numel * values.element_size())
+            shard = torch.frombuffer(memory, dtype=values.dtype, count=numel)
             part = flat[first : first + numel]
             shard[: part.numel()] = part
             self._shards[param] = shard

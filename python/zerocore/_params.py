@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -112,7 +113,6 @@ class ModelParams(_released.NotPickled):
             self._in_bucket[bucket].append(index)
             self._move(index, param, unit_of.get(id(param), -1), bucket, offset)
         self._core.allocate_states()
-        self.gatherer.finish()
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
         ours = {id(p) for p, trained in zip(self.params, self._is_trained, strict=True) if trained}
@@ -292,35 +292,24 @@ class ModelParams(_released.NotPickled):
         with torch.no_grad(), whole(param):
             return param.detach().to(kept if self._is_trained[index] else used, copy=True)
 
-    def copies(self, tensors: list[torch.Tensor], wanted: bool) -> dict[int, torch.Tensor]:
-        """Copies of parameters, as full_values() makes them, and of other tensors, by id; one unit is whole at a time.
+    def copies(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copies of parameters, as full_values() makes them, and of other tensors: (id, copy), each tensor once.
 
-        Args:
-            wanted: False: only takes part. Collective.
+        Parameters come unit by unit; one unit is whole at a time. Collective, and to be gone through to its end.
         """
         distinct = {id(tensor): tensor for tensor in tensors}
-        in_core = [key for key in distinct if key in self._index_of]
-        in_core.sort(key=lambda key: (self._core.location(self._index_of[key])[0], self._index_of[key]))
-        found = {}
         for key, tensor in distinct.items():
-            if key not in self._index_of and wanted:
-                found[key] = tensor.detach().clone()
-        held = None
-        for key in in_core:
-            param = self.params[self._index_of[key]]
-            unit = self.gatherer.unit_of(param)
-            if unit != held:
-                if held is not None:
-                    self.gatherer.drop(held)
-                if unit is not None:
-                    self.gatherer.hold(unit)
-                held = unit
-            value = self.full_values(param)
-            if wanted:
-                found[key] = value
-        if held is not None:
-            self.gatherer.drop(held)
-        return found
+            if key not in self._index_of:
+                yield key, tensor.detach().clone()
+        in_core = [self._index_of[key] for key in distinct if key in self._index_of]
+        in_core.sort(key=lambda index: (self._core.location(index)[0], index))
+        for unit, group in itertools.groupby(in_core, key=lambda index: self.gatherer.unit_of(self.params[index])):
+            if unit is not None:
+                self.gatherer.hold(unit)
+            for index in group:
+                yield id(self.params[index]), self.full_values(self.params[index])
+            if unit is not None:
+                self.gatherer.drop(unit)
 
     def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """A trained parameter's state of one kind, whole, in fp32. Collective."""

@@ -62,6 +62,7 @@ class Init:
         self._comm = comm
         self._shards: _init.InitShards | None = None
         self._handles: list[Any] = []
+        self._direct = _init.direct_allocations()
         if module is not None and self._enabled:
             shards = self._make_shards()
             for owner in module.modules():
@@ -95,6 +96,7 @@ class Init:
             _torch_module.register_module_module_registration_hook(on_module),
         ]
         _init.open_inits.append(self)
+        self._direct.__enter__()
         return self
 
     def __exit__(
@@ -104,6 +106,7 @@ class Init:
             return
         for handle in self._handles:
             handle.remove()
+        self._direct.__exit__(None, None, None)
         _init.open_inits.remove(self)
         self._shards.is_open = False
         if kind is None:  # else other ranks may be elsewhere

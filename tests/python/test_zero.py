@@ -418,6 +418,8 @@ def test_state_dict_equals_the_plain_one_and_can_be_loaded(precision, world_size
         assert torch.equal(value, states[1][name]) and value.dtype == states[1][name].dtype, name
         assert type(states[1][name]) is torch.Tensor and not states[1][name].requires_grad
     assert states[1]["head.weight"] is states[1]["table.weight"]
+    streamed = dict(engines[1].iter_state_dict())
+    assert streamed.keys() == states[1].keys() and all(torch.equal(streamed[n], v) for n, v in states[1].items())
     only = engines[1].state_dict(rank0_only=True)
     assert len(only) == (len(states[1]) if engines[1].rank == 0 else 0)
     fresh = zerocore.Engine(make("odd"), config(precision=precision))
@@ -611,6 +613,78 @@ def test_a_model_can_be_wrapped_again_after_close(world_size):
     second.close()
     third = zerocore.Engine(third_model, config(stage=0))
     assert utils.params_sha256(third.module) == expected
+
+
+LARGER_THAN_MEMORY = """
+import resource, sys, torch, zerocore
+from torch import nn
+from zerocore.config import OptimizerConfig, ZeroConfig
+
+torch.set_num_threads(1)
+zerocore.zero, zerocore.Engine  # loaded
+from zerocore import _comm
+rank = _comm.world().rank
+def data():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(512, 512, bias=False)
+    def forward(self, x):
+        return x + self.inner(x).tanh()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+NUM_BLOCKS = 96
+psi = NUM_BLOCKS * 512 * 512
+warm = nn.Linear(64, 64)
+warm(torch.ones(1, 64)).sum().backward()
+limit = int(data() + 16 * psi / 1.5)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+if sys.argv[1] == "whole":
+    model = Model()
+    master = [torch.zeros(4 * p.numel()) for p in model.parameters()]
+    print("it fits")
+else:
+    with zerocore.zero.Init():
+        model = Model()
+    config = zerocore.Config(
+        micro_batch_size=1,
+        optimizer=OptimizerConfig(type="adamw"),
+        zero=ZeroConfig(stage=3, bucket_numel=1 << 18, persistent_param_numel=0, unit_numel=1,
+                        max_live_numel=3 << 18, max_reuse_numel=0, prefetch_numel=1 << 18),
+    )
+    engine = zerocore.Engine(model, config)
+    x = torch.full((4, 512), 0.5)
+    losses = []
+    for _ in range(3):
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(x).item())
+    assert all(0 < loss < 100 for loss in losses) and len(set(losses)) == 4, losses
+    numel = sum(value.numel() for name, value in engine.iter_state_dict())
+    assert numel == psi
+    print("trained")
+"""
+
+
+def test_a_model_whose_states_exceed_a_ranks_memory(mpirun):
+    job = mpirun(2, "-c", LARGER_THAN_MEMORY, "sharded", timeout=120)
+    assert job.stdout.count("trained") == 2, job.stdout
+    job = mpirun(1, "-c", LARGER_THAN_MEMORY, "whole", timeout=60)
+    assert job.returncode != 0 and "it fits" not in job.stdout  # the limit is one
 
 
 BRANCH = """
