@@ -142,7 +142,17 @@ void StepEngine::copy_overlap(BufferView in, std::int64_t in_offset, BufferView 
 
 // --- One parameter's state
 
-BufferView StepEngine::state(const zero::Bucket& bucket, StateKind kind) const {
+// The part of it that this rank holds, of the parameter's whole bucket.
+BufferView StepEngine::state(int param, StateKind kind) const {
+  const int wanted = kind == StateKind::kState1 ? 1 : kind == StateKind::kState2 ? 2 : 0;
+  const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
+  ZC_CHECK(spec.trainable, kConfig, "[engine] parameter ", spec.name,
+           " is not trained: got a request for its master, optimizer state or gradient, expected one for a trained "
+           "parameter. Read the parameter itself.");
+  ZC_CHECK(wanted <= optimizer_.num_states(), kConfig, "[engine] parameter ", spec.name, " has ",
+           optimizer_.num_states(), " optimizer states: got a request for number ", wanted,
+           ". Ask for what this optimizer keeps.");
+  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(layout_.location(param).bucket)];
   switch (kind) {
     case StateKind::kMaster:
       return bucket.master;
@@ -168,19 +178,21 @@ StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) cons
 }
 
 void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
+  const BufferView held = state(param, kind);
   const Range range = owned_range(param, kind);
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   reducer_->wait();
-  copy_overlap(state(bucket, kind), bucket.owned_offset, out, at.offset + range.begin);
+  copy_overlap(held, bucket.owned_offset, out, at.offset + range.begin);
 }
 
 void StepEngine::write_owned_state(int param, StateKind kind, BufferView values) {
+  const BufferView held = state(param, kind);
   const Range range = owned_range(param, kind);
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
   reducer_->wait();
-  copy_overlap(values, at.offset + range.begin, state(bucket, kind), bucket.owned_offset);
+  copy_overlap(values, at.offset + range.begin, held, bucket.owned_offset);
   if (kind != StateKind::kMaster) return;
   copy_overlap(values, at.offset + range.begin, bucket.params, bucket.kept_offset);
   const auto b = static_cast<std::size_t>(at.bucket);
@@ -191,8 +203,9 @@ void StepEngine::read_state(int param, StateKind kind, BufferView out) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const BufferView held = state(param, kind);
   reducer_->wait();
-  copy_overlap(state(bucket, kind), bucket.owned_offset, out, at.offset);
+  copy_overlap(held, bucket.owned_offset, out, at.offset);
   if (!policy_.shard_optimizer && kind != StateKind::kGrad) return;  // every rank has all of it
   const std::string label = "read state of " + spec.name;
   std::vector<comm::Work> parts;
@@ -209,10 +222,11 @@ void StepEngine::write_state(int param, StateKind kind, BufferView values) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   const zero::ShardLayout::Location at = layout_.location(param);
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const BufferView held = state(param, kind);
   reducer_->wait();
   comm_->broadcast(values, 0, "write state of " + spec.name).wait();
   const bool shard_only = kind == StateKind::kGrad;  // another rank's part of it is not this rank's to hold
-  copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : state(bucket, kind),
+  copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : held,
                shard_only ? bucket.shard_offset : bucket.owned_offset);
 }
 

@@ -77,8 +77,10 @@ class StepEngine {
   void read_state(int param, StateKind kind, BufferView out);
   void write_state(int param, StateKind kind, BufferView values);
 
-  // The part of a parameter whose state of one kind this rank owns, and that part's state. Local; but setting kMaster
-  // of a parameter that is kept whole is collective, since every rank then gets the others' parts.
+  // The part of a parameter whose state of one kind this rank owns, and that part's state. In stage 0 that is all of
+  // it, which every rank must set alike; of kGrad it is a shard in every stage. Local; but in the other stages setting
+  // kMaster of a parameter that is kept whole is collective, since every rank then gets the others' parts. What a step
+  // of this kind has not: kConfig.
   struct Range {
     std::int64_t begin = 0;
     std::int64_t end = 0;
@@ -111,7 +113,7 @@ class StepEngine {
  private:
   void allocate_params(int index);
   void allocate_states(int index);
-  BufferView state(const zero::Bucket& bucket, StateKind kind) const;
+  BufferView state(int param, StateKind kind) const;
   Range range_of(int param, int rank, StateKind kind) const;
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
   void copy_overlap(BufferView in, std::int64_t in_offset, BufferView out, std::int64_t out_offset);
