@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <memory>
 
 #include "support/ranks.h"
@@ -22,15 +23,27 @@ struct Fixture {
   std::vector<std::vector<float>> grads;
   int rank;
 
-  explicit Fixture(const std::shared_ptr<comm::Communicator>& comm)
-      : layout(params, comm->size(), kNumel), buckets(layout.buckets().size()), grads(3), rank(comm->rank()) {
+  // frozen: a parameter that is not trained.
+  explicit Fixture(const std::shared_ptr<comm::Communicator>& comm, DType dtype = DType::kF32, int frozen = -1,
+                   bool peers_may_wait = false)
+      : layout(with_frozen(params, frozen), comm->size(), kNumel),
+        buckets(layout.buckets().size()),
+        grads(3),
+        rank(comm->rank()) {
     for (std::size_t b = 0; b < buckets.size(); ++b) {
       const std::int64_t shard = layout.buckets()[b].shard_numel;
       memory.push_back(allocate_host(shard * 4));
       buckets[b].label = "bucket " + std::to_string(b);
+      if (!layout.buckets()[b].trainable) continue;
       buckets[b].grad_shard = {memory.back().get(), shard, DType::kF32, {}};
     }
-    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr, false);
+    reducer =
+        std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, dtype, 2, nullptr, peers_may_wait);
+  }
+
+  static std::span<const ParamSpec> with_frozen(std::vector<ParamSpec>& params, int frozen) {
+    if (frozen >= 0) params[static_cast<std::size_t>(frozen)].trainable = false;
+    return params;
   }
 
   std::vector<int> ready(int param, float value) {
@@ -188,6 +201,106 @@ TEST(GradReducerTest, OneRankNeedsNoPool) {
     }
     EXPECT_EQ(f.sum(0), 6);
     EXPECT_EQ(f.sum(1), 0);
+  });
+}
+
+// fp32 gradients that travel as bf16 are rounded on one rank, too.
+TEST(GradReducerTest, TheReduceDtypeGivesTheSameBitsOnAnyNumberOfRanks) {
+  constexpr int kMicroBatches = 6;
+  const auto gradient = [](int micro_batch) { return 1.0f + 0.001f * static_cast<float>(micro_batch); };
+  float expected = 0;
+  for (int j = 0; j < kMicroBatches; ++j) {
+    const float value = gradient(j);
+    std::uint16_t rounded = 0;
+    float widened = 0;
+    auto& kernels = device::cpu_kernels();
+    kernels.cast({const_cast<float*>(&value), 1, DType::kF32, {}}, {&rounded, 1, DType::kBF16, {}}, {});
+    kernels.cast({&rounded, 1, DType::kBF16, {}}, {&widened, 1, DType::kF32, {}}, {});
+    expected += widened;
+  }
+  for (int num_ranks : {1, 2, 3}) {
+    test::run_ranks(num_ranks, [&](Ranks comm) {
+      Fixture f(comm, DType::kBF16);
+      for (int k = 0; k < kMicroBatches / num_ranks; ++k) {
+        f.reducer->begin_micro_step(true);
+        for (int p : {2, 1, 0}) f.ready(p, gradient(k * num_ranks + f.rank));
+        EXPECT_TRUE(f.reducer->end_micro_step().empty());
+      }
+      for (int p : {0, 1, 2}) {
+        const float sum = f.sum(p);
+        if (f.rank == 0) {
+          EXPECT_EQ(sum, expected) << num_ranks << " ranks";
+        }
+      }
+      const std::int64_t bucket_numel = num_ranks * kNumel;  // padded to a block a rank
+      EXPECT_EQ(f.reducer->pool_bytes(), num_ranks == 1 ? kNumel * 2 : 2 * bucket_numel * 2);
+    });
+  }
+}
+
+TEST(GradReducerTest, WhatIsNotTrainedIsLeftOut) {
+  for (int num_ranks : {1, 3}) {
+    test::run_ranks(num_ranks, [](Ranks comm) {
+      Fixture f(comm, DType::kF32, 1);
+      const auto reductions = [&] {
+        return comm->counters()[static_cast<std::size_t>(comm::Op::kReduceScatterAdd)].calls;
+      };
+      for (int step = 1; step <= 3; ++step) {
+        f.reducer->begin_micro_step(true);
+        f.ready(2, 1);
+        const auto launched = f.ready(0, 2);
+        EXPECT_EQ(launched.size(), step > 1 ? 1u : 0u);
+        EXPECT_TRUE(f.reducer->end_micro_step().empty());
+        EXPECT_EQ(reductions(), comm->size() == 1 ? 0 : 2 * step);
+      }
+      f.reducer->wait();
+      EXPECT_EQ(f.reducer->used()[1], 0);
+      if (f.rank == 0) {
+        EXPECT_EQ(f.sum(0), 3 * 2 * comm->size());
+        EXPECT_EQ(f.sum(2), 3 * comm->size());
+      }
+    });
+  }
+}
+
+// Rank 1 uses nothing until rank 0 has passed all on, as when it waits for a gather that rank 0 joins later.
+TEST(GradReducerTest, ALaunchDoesNotWaitForPeersThatMayWait) {
+  std::promise<void> passed_on;
+  std::future<void> may_go = passed_on.get_future();
+  test::run_ranks(2, [&](Ranks comm) {
+    Fixture f(comm, DType::kF32, -1, true);
+    for (int step = 0; step < 2; ++step) {
+      f.reducer->begin_micro_step(true);
+      if (step == 1 && f.rank == 1) may_go.wait();
+      std::size_t launched = 0;
+      for (int p : {2, 1, 0}) launched += f.ready(p, 1).size();
+      if (step == 1 && f.rank == 0) {
+        EXPECT_EQ(launched, 2u);  // there are two buffers
+        passed_on.set_value();
+      }
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    for (int p : {0, 1, 2}) {
+      const float sum = f.sum(p);
+      if (f.rank == 0) {
+        EXPECT_EQ(sum, 4);
+      }
+    }
+  });
+}
+
+TEST(GradReducerTest, NothingTrainedIsNothingToReduce) {
+  test::run_ranks(2, [](Ranks comm) {
+    std::vector<ParamSpec> params(2, {.name = "p", .numel = kNumel, .trainable = false});
+    const ShardLayout layout(params, comm->size(), kNumel);
+    const std::vector<Bucket> buckets(layout.buckets().size());
+    GradReducer reducer(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr, false);
+    EXPECT_EQ(reducer.pool_bytes(), 0);
+    for (int step = 0; step < 2; ++step) {
+      reducer.begin_micro_step(true);
+      EXPECT_TRUE(reducer.end_micro_step().empty());
+      reducer.wait();
+    }
   });
 }
 

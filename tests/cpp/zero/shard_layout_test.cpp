@@ -57,18 +57,73 @@ TEST(ShardLayoutTest, ZeroElementsAndScalarsHaveAPlace) {
   EXPECT_TRUE(empty.pieces(0, 0, 0).empty());
 }
 
-TEST(ShardLayoutTest, RejectsABucketSizeBelowOne) {
-  const auto params = params_of({4});
+TEST(ShardLayoutTest, RejectsABucketSizeBelowOneAndAShardWithoutAUnit) {
+  auto params = params_of({4});
   EXPECT_THROW(ShardLayout(params, 1, 0), Error);
+  params[0].sharded = true;
+  EXPECT_THROW(ShardLayout(params, 1, 4), Error);
 }
 
-// The promise the numerics rest on: for any sizes, shards and cuts, each parameter's norm blocks are the same.
-TEST(ShardLayoutTest, BlocksDoNotDependOnShardsOrCuts) {
+// Gives parameters other dtypes, units and kinds at random.
+void mix(std::vector<ParamSpec>& params, std::mt19937& random) {
+  const DType dtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+  for (ParamSpec& p : params) {
+    p.dtype = dtypes[random() % 2];
+    p.compute_dtype = dtypes[random() % 3];
+    p.unit = static_cast<int>(random() % 4) - 1;
+    p.sharded = p.unit >= 0 && random() % 2;
+    p.trainable = random() % 3 != 0;
+  }
+}
+
+TEST(ShardLayoutTest, ParametersThatDifferNeverShareABucket) {
+  const auto base = params_of({100, 100, 100, 100, 100, 100, 100});
+  auto params = base;
+  params[1].dtype = DType::kBF16;
+  params[2].unit = 0;
+  params[3].unit = 1;
+  params[4].unit = 1;
+  params[4].compute_dtype = DType::kBF16;
+  params[5].unit = 1;
+  params[5].sharded = true;
+  params[6].trainable = false;
+  EXPECT_EQ(ShardLayout(base, 2, 1 << 20).buckets().size(), 1u);
+  EXPECT_EQ(ShardLayout(params, 2, 1 << 20).buckets().size(), 7u);
+
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 20; ++trial) {
+    std::vector<ParamSpec> mixed(100, {"p", 300, DType::kF32, 0});
+    mix(mixed, random);
+    for (std::int64_t bucket_numel : {1, 2000, 1 << 20}) {
+      const ShardLayout layout(mixed, 3, bucket_numel);
+      std::size_t placed = 0;
+      for (const BucketLayout& bucket : layout.buckets()) {
+        placed += bucket.placements.size();
+        for (const Placement& at : bucket.placements) {
+          const ParamSpec& p = mixed[static_cast<std::size_t>(at.param)];
+          EXPECT_EQ(p.dtype, bucket.dtype);
+          EXPECT_EQ(p.unit, bucket.unit);
+          EXPECT_EQ(p.compute_dtype, bucket.compute_dtype);
+          EXPECT_EQ(p.sharded, bucket.sharded);
+          EXPECT_EQ(p.trainable, bucket.trainable);
+        }
+        // A bucket is cut only when the next parameter would make it too large.
+        EXPECT_TRUE(bucket.placements.size() == 1 ||
+                    bucket.placements.back().offset + bucket.placements.back().numel <= bucket_numel);
+      }
+      EXPECT_EQ(placed, mixed.size());
+    }
+  }
+}
+
+// The promise the numerics rest on: for any sizes, shards, cuts and units, each parameter's norm blocks are the same.
+TEST(ShardLayoutTest, BlocksDoNotDependOnShardsOrCutsOrUnits) {
   std::mt19937 random(7);
   const std::int64_t sizes[] = {0, 1, 3, 63, 64, 65, 900, 1023, 1024, 1025, 2047, 5000, 40000};
   for (int trial = 0; trial < 50; ++trial) {
     std::vector<ParamSpec> params;
     for (int i = 0; i < 20; ++i) params.push_back({"p", sizes[random() % std::size(sizes)], DType::kF32, 0});
+    if (trial % 2) mix(params, random);
     for (int num_shards : {1, 2, 3, 5, 8}) {
       for (std::int64_t bucket_numel : {1, 3000, 50000, 1 << 30}) {
         const ShardLayout layout(params, num_shards, bucket_numel);
