@@ -5,86 +5,15 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <thread>
 
-#include "support/ranks.h"
-#include "zc/base/half.h"
+#include "engine/training.h"
 
 namespace zc::engine {
 namespace {
 
 using math::AdamHyper;
 using math::SgdHyper;
-
-constexpr std::int64_t kNumels[] = {5, 3000, 0, 1, 1024, 65, 2500};
-
-struct Setting {
-  int num_ranks = 1;
-  Options options;
-  int micro_batches = 6;
-  DType dtype = DType::kF32;
-  optim::Hyper hyper = AdamHyper{.lr = 0.01, .weight_decay = 0.1};
-  double max_norm = 0.5;
-  int steps = 3;
-};
-
-// The gradient of one micro-batch: the same numbers whichever rank computes them. Parameter 3 is unused in odd
-// micro-batches.
-std::vector<float> gradient(int step, int micro_batch, int param) {
-  std::mt19937 random(static_cast<unsigned>(step * 1000003 + micro_batch * 1009 + param));
-  std::normal_distribution<float> normal;
-  std::vector<float> out(static_cast<std::size_t>(kNumels[param]));
-  for (float& value : out) value = normal(random);
-  return out;
-}
-
-std::vector<std::byte> in_dtype(const std::vector<float>& values, DType dtype) {
-  std::vector<std::byte> out(values.size() * static_cast<std::size_t>(size_bytes(dtype)));
-  device::cpu_kernels().cast(
-      {const_cast<float*>(values.data()), static_cast<std::int64_t>(values.size()), DType::kF32, {}},
-      {out.data(), static_cast<std::int64_t>(values.size()), dtype, {}}, {});
-  return out;
-}
-
-std::vector<zero::ParamSpec> specs(DType dtype) {
-  std::vector<zero::ParamSpec> out;
-  for (std::int64_t numel : kNumels) out.push_back({"p" + std::to_string(out.size()), numel, dtype, 0});
-  return out;
-}
-
-std::unique_ptr<StepEngine> make_engine(std::shared_ptr<comm::Communicator> comm, const Setting& s) {
-  auto engine = std::make_unique<StepEngine>(comm, device::cpu_device(), specs(s.dtype),
-                                             std::vector<optim::Hyper>{s.hyper}, s.options);
-  for (int p = 0; p < static_cast<int>(std::size(kNumels)); ++p) {
-    std::vector<float> values = gradient(-1, comm->rank() == 0 ? 0 : 99, p);  // other ranks' values must be replaced
-    engine->load_param(p, {values.data(), kNumels[p], DType::kF32, {}});
-  }
-  engine->allocate_states();
-  return engine;
-}
-
-void run_micro_step(StepEngine& engine, const Setting& s, int rank, int step, int k) {
-  const int j = k * s.num_ranks + rank;
-  engine.reducer().begin_micro_step(j < s.micro_batches);
-  std::vector<std::vector<std::byte>> grads(std::size(kNumels));
-  for (int p = static_cast<int>(std::size(kNumels)) - 1; p >= 0; --p) {
-    if (p == 3 && j % 2 == 1) continue;
-    grads[static_cast<std::size_t>(p)] = in_dtype(gradient(step, j, p), s.dtype);
-    engine.reducer().ready(p, {grads[static_cast<std::size_t>(p)].data(), kNumels[p], s.dtype, {}});
-  }
-  EXPECT_TRUE(engine.reducer().end_micro_step().empty());
-}
-
-std::vector<std::byte> params_of(const StepEngine& engine, DType dtype) {
-  std::vector<std::byte> out;
-  for (int p = 0; p < static_cast<int>(std::size(kNumels)); ++p) {
-    const auto at = engine.param_memory(p);
-    const std::byte* begin = at.memory.get() + at.offset_bytes;
-    out.insert(out.end(), begin, begin + kNumels[p] * size_bytes(dtype));
-  }
-  return out;
-}
 
 // Trains and returns the parameters' bytes, which must be equal on all ranks.
 std::vector<std::byte> train(const Setting& s) {
@@ -113,10 +42,10 @@ TEST(StepEngineTest, SameBitsForEveryStageNumberOfRanksAndBucketSize) {
       setting.hyper = hyper;
       const auto expected = train(setting);
       for (int num_ranks : {1, 2, 3, 4}) {
-        for (int stage : {0, 1, 2}) {
+        for (int stage : {0, 1, 2, 3}) {
           for (std::int64_t bucket_numel : {1, 3000, 1 << 20}) {
             setting.num_ranks = num_ranks;
-            setting.options = {stage, bucket_numel, 2};
+            setting.options = options_of(stage, bucket_numel);
             EXPECT_EQ(train(setting), expected)
                 << name(dtype) << " ranks " << num_ranks << " stage " << stage << " bucket " << bucket_numel;
           }
@@ -151,11 +80,11 @@ TEST(StepEngineTest, SgdOnExactNumbersGivesTheMeanGradient) {
 }
 
 TEST(StepEngineTest, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
-  for (int stage : {0, 2}) {
+  for (int stage : {0, 2, 3}) {
     test::run_ranks(2, [&](std::shared_ptr<comm::Communicator> comm) {
       Setting setting;
       setting.num_ranks = 2;
-      setting.options = {stage, 1 << 20, 2};
+      setting.options = options_of(stage);
       auto engine = make_engine(comm, setting);
       const auto before = params_of(*engine, DType::kF32);
       std::vector<float> grad = gradient(0, 0, 4);
@@ -230,7 +159,7 @@ TEST(StepEngineTest, AnEngineMayGoWhileItsReductionsAreInFlight) {
       if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 waits for this one
       engine->reducer().begin_micro_step(true);
       std::vector<std::vector<float>> grads;
-      for (int p = static_cast<int>(std::size(kNumels)) - 1; p >= 0; --p) {
+      for (int p = kNumParams - 1; p >= 0; --p) {
         grads.push_back(gradient(0, 0, p));
         engine->reducer().ready(p, {grads.back().data(), kNumels[p], DType::kF32, {}});
       }
@@ -242,14 +171,20 @@ TEST(StepEngineTest, AnEngineMayGoWhileItsReductionsAreInFlight) {
 TEST(StepEngineTest, MemoryFollowsTheFormulas) {
   constexpr std::int64_t kPsi = 8 * 1024 * 4;
   for (int num_ranks : {1, 2, 4}) {
-    for (int stage : {0, 1, 2}) {
+    for (int stage : {0, 1, 2, 3}) {
       for (DType dtype : {DType::kF32, DType::kBF16}) {
         test::run_ranks(num_ranks, [&](std::shared_ptr<comm::Communicator> comm) {
-          StepEngine engine(comm, device::cpu_device(), {{"w", kPsi, dtype, 0}}, {AdamHyper{}}, {stage, 1 << 20, 2});
+          const bool sharded = stage == 3;
+          StepEngine engine(
+              comm, device::cpu_device(),
+              {{.name = "w", .numel = kPsi, .dtype = dtype, .unit = 0, .compute_dtype = dtype, .sharded = sharded},
+               {.name = "frozen", .numel = kPsi, .dtype = dtype, .unit = 0, .sharded = sharded, .trainable = false}},
+              {AdamHyper{}}, {.stage = stage, .bucket_numel = 1 << 20, .units = {{"unit"}}});
           engine.allocate_states();
           const auto report = engine.memory_report();
           const std::int64_t n = stage == 0 ? 1 : num_ranks;
-          EXPECT_EQ(report.at("parameters"), kPsi * size_bytes(dtype));
+          EXPECT_EQ(report.at("parameters"), kPsi * size_bytes(dtype) / (sharded ? n : 1));
+          EXPECT_EQ(report.at("frozen_parameters"), kPsi * size_bytes(dtype) / (sharded ? n : 1));
           EXPECT_EQ(report.at("gradient_accumulator"), 4 * kPsi / n);
           EXPECT_EQ(report.at("optimizer_state"), 8 * kPsi / n);
           EXPECT_EQ(report.at("master_weights"), dtype == DType::kF32 ? 0 : 4 * kPsi / n);
@@ -259,25 +194,85 @@ TEST(StepEngineTest, MemoryFollowsTheFormulas) {
   }
 }
 
-TEST(StepEngineTest, TrafficIsTwicePsi) {
+// Elements a step at accumulation 1: gradients in and parameters out, which stage 3 gathers twice.
+TEST(StepEngineTest, TrafficIsTwoOrThreePsi) {
   constexpr std::int64_t kPsi = 8 * 1024 * 4;
-  for (int stage : {1, 2}) {
+  for (int stage : {1, 2, 3}) {
     test::run_ranks(4, [&](std::shared_ptr<comm::Communicator> comm) {
-      StepEngine engine(comm, device::cpu_device(), {{"w", kPsi, DType::kF32, 0}}, {AdamHyper{}}, {stage, 1 << 20, 2});
+      StepEngine engine(comm, device::cpu_device(),
+                        {{.name = "w", .numel = kPsi, .unit = stage == 3 ? 0 : -1, .sharded = stage == 3}},
+                        {AdamHyper{}},
+                        {.stage = stage, .units = {{"unit"}}, .limits = {.max_reuse_numel = 0, .prefetch_numel = 0}});
       engine.allocate_states();
-      const auto before = comm->counters();
+      const auto elements = [](const comm::Communicator& group, comm::Op op) {
+        return group.counters()[static_cast<std::size_t>(op)].elements;
+      };
       std::vector<float> grad(kPsi, 1.0f);
       engine.reducer().begin_micro_step(true);
+      for (int pass = 0; stage == 3 && pass < 2; ++pass) gather(engine, 0, true);
       engine.reducer().ready(0, {grad.data(), kPsi, DType::kF32, {}});
       engine.reducer().end_micro_step();
       engine.step(std::vector<optim::Hyper>{AdamHyper{}}, 4, 0, 0);
-      const auto moved = [&](comm::Op op) {
-        const auto i = static_cast<std::size_t>(op);
-        return comm->counters()[i].elements - before[i].elements;
-      };
-      EXPECT_EQ(moved(comm::Op::kReduceScatterAdd), kPsi);
-      EXPECT_EQ(moved(comm::Op::kAllGather), kPsi);
+      EXPECT_EQ(elements(*comm, comm::Op::kReduceScatterAdd), kPsi);
+      EXPECT_EQ(elements(*comm, comm::Op::kAllGather), stage == 3 ? 0 : kPsi);
+      EXPECT_EQ(elements(*engine.gather_comm(), comm::Op::kAllGather), stage == 3 ? 2 * kPsi : 0);
     });
+  }
+}
+
+// --- Frozen parameters
+
+// They keep their bits, in the dtype they came in, and change nothing about the others'.
+TEST(StepEngineTest, FrozenParametersStayAsTheyWereLoaded) {
+  constexpr std::int64_t kNumel = 3000;
+  std::vector<std::byte> expected;
+  for (bool with_frozen : {false, true}) {
+    for (int num_ranks : {1, 2, 3}) {
+      for (bool sharded : {false, true}) {
+        std::vector<std::vector<std::byte>> results(static_cast<std::size_t>(num_ranks));
+        test::run_ranks(num_ranks, [&](std::shared_ptr<comm::Communicator> comm) {
+          std::vector<zero::ParamSpec> params{{.name = "w", .numel = kNumel, .unit = 0, .sharded = sharded}};
+          if (with_frozen) {
+            zero::ParamSpec frozen{.name = "frozen",
+                                   .numel = kNumel,
+                                   .dtype = DType::kBF16,
+                                   .unit = 0,
+                                   .sharded = sharded,
+                                   .trainable = false};
+            params.insert(params.begin(), frozen);
+          }
+          StepEngine engine(comm, device::cpu_device(), params, {AdamHyper{.lr = 0.1}},
+                            {.stage = sharded ? 3 : 2, .units = {{"unit"}}, .limits = {.max_reuse_numel = 0}});
+          const int trained = with_frozen ? 1 : 0;
+          auto values = gradient(0, 0, 1);
+          auto kept = in_dtype(values, DType::kBF16);
+          if (comm->rank() != 0) std::fill(kept.begin(), kept.end(), std::byte{1});
+          engine.load_param(trained, {values.data(), kNumel, DType::kF32, {}});
+          if (with_frozen) engine.load_param(0, {kept.data(), kNumel, DType::kBF16, {}});
+          engine.allocate_states();
+          std::vector<float> grad(kNumel, 1.0f);
+          for (int step = 0; step < 2; ++step) {
+            engine.reducer().begin_micro_step(comm->rank() == 0);
+            engine.reducer().ready(trained, {grad.data(), kNumel, DType::kF32, {}});
+            engine.reducer().end_micro_step();
+            engine.step(std::vector<optim::Hyper>{AdamHyper{.lr = 0.1}}, 1, 1, 0);
+            engine.zero_grad();
+          }
+          auto full = gather(engine, 0, false);
+          const auto w = engine.layout().location(trained);
+          const std::byte* begin = full[w.bucket].data() + w.offset * 4;
+          results[static_cast<std::size_t>(comm->rank())].assign(begin, begin + kNumel * 4);
+          if (!with_frozen) return;
+          std::vector<float> widened(kNumel);
+          device::cpu_kernels().cast({kept.data(), kNumel, DType::kBF16, {}}, {widened.data(), kNumel, DType::kF32, {}},
+                                     {});
+          const auto& whole = full[engine.layout().location(0).bucket];
+          EXPECT_EQ(std::memcmp(whole.data(), widened.data(), kNumel * 4), 0);
+        });
+        if (expected.empty()) expected = results[0];
+        for (const auto& result : results) EXPECT_EQ(result, expected);
+      }
+    }
   }
 }
 
