@@ -46,17 +46,21 @@ Endpoint::~Endpoint() {
 
 bool Endpoint::forked() const { return getpid() != process_id_; }
 
-void Endpoint::post(int context, std::function<Task()> start) {
+void Endpoint::check_process() const {
   ZC_CHECK(!forked(), kComm,
            "[comm] a collective was called in a forked child process, which is no rank of the job. Call collectives in "
            "the process that mpirun started; data-loader workers must not.");
-  std::lock_guard lock(mutex_);
-  auto& queue = queues_[context];
-  if (queue.empty()) {  // else the thread has enough to do
+}
+
+void Endpoint::post(int context, std::function<Task()> start) {
+  {
+    std::lock_guard lock(mutex_);
+    auto& queue = queues_[context];
+    queue.push_back({std::move(start)});
+    if (queue.size() > 1) return;  // the thread comes to it by itself
     news_ = true;
-    wake_.notify_all();
   }
-  queue.push_back({std::move(start)});
+  wake_.notify_all();
 }
 
 void Endpoint::run() {
@@ -90,28 +94,33 @@ void Endpoint::run() {
       if (queue.front().done()) queue.pop_front();
       entry = queue.empty() ? queues_.erase(entry) : std::next(entry);
     }
-    if (sleep.count() > 0) wake_.wait_for(lock, sleep, [this] { return news_; });
+    if (sleep.count() > 0) wake_.wait_for(lock, sleep, [this] { return news_.load(); });
   }
   lock.unlock();
   close();
 }
 
-// Returns how long to sleep before the next turns.
+// Without the lock, until a task has ended, a queue has begun, or it is time to sleep: returns how long.
 std::chrono::microseconds Endpoint::give_turns(const std::vector<Posted*>& turns) {
-  progress_ = transfer_ = false;
-  for (Posted* posted : turns) {
-    if (posted->task) {
-      posted->task->resume();
-    } else {
-      posted->task = posted->start();
-      progress_ = true;
+  for (;;) {
+    progress_ = transfer_ = false;
+    bool ended = false;
+    for (Posted* posted : turns) {
+      if (posted->task) {
+        posted->task->resume();
+      } else {
+        posted->task = posted->start();
+        progress_ = true;
+      }
+      ended = ended || posted->done();
     }
-    progress_ = progress_ || posted->done();
+    const auto now = Clock::now();
+    if (progress_ || ended) backoff_.reset(now);
+    if (ended || news_) return {};
+    if (progress_) continue;
+    const auto sleep = backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield);
+    if (sleep.count() > 0) return sleep;
   }
-  const auto now = Clock::now();
-  if (!progress_) return backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield);
-  backoff_.reset(now);
-  return {};
 }
 
 void Endpoint::set_activity(std::string_view activity) {
@@ -121,7 +130,6 @@ void Endpoint::set_activity(std::string_view activity) {
 }
 
 std::string Endpoint::activity() const {
-  if (forked()) return {};
   std::lock_guard lock(mutex_);
   return activity_;
 }

@@ -42,8 +42,10 @@ class Endpoint {
 
   // --- From any thread.
 
+  void check_process() const;  // throws kComm in a forked child, which has no progress thread
+
   // Runs the task that `start` returns on the progress thread, after those posted for this context before. Neither may
-  // throw. Throws kComm in a forked child, which has no such thread.
+  // throw. Not in a forked child.
   void post(int context, std::function<Task()> start);
 
   void set_activity(std::string_view activity);
@@ -151,7 +153,6 @@ class Endpoint {
   std::condition_variable wake_;
   std::condition_variable goodbye_said_;
   std::map<int, std::deque<Posted>> queues_;  // by context, none empty; only the progress thread looks into the first
-  bool news_ = false;                         // a queue began
   std::optional<Peer::State> goodbye_;        // to be said
   std::string activity_;
   std::string own_failure_;
@@ -161,6 +162,7 @@ class Endpoint {
   bool stop_ = false;
   bool goodbye_done_ = false;
 
+  std::atomic<bool> news_{false};  // a queue has begun
   std::atomic<bool> leaving_{false};
   std::atomic<int> next_context_{1};
   std::thread thread_;

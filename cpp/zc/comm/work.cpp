@@ -20,8 +20,8 @@ void Work::State::complete(std::optional<Error> failure) {
     done = true;
     error = std::move(failure);
     released = std::move(kept);
-    finished.notify_all();
   }
+  finished.notify_all();  // not under the lock, which the woken thread takes first of all
 }
 
 void Work::wait() const {
