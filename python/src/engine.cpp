@@ -164,6 +164,7 @@ void bind_engine(py::module_& m) {
            })
       .def("load_param", &StepEngine::load_param, NoGil())
       .def("reload_master", &StepEngine::reload_master)
+      .def("set_hold_bytes", [](StepEngine& self, std::int64_t bytes) { self.reducer().set_hold_bytes(bytes); })
       .def("begin_micro_step", [](StepEngine& self, bool has) { self.reducer().begin_micro_step(has); })
       .def("ready",
            [](StepEngine& self, int param, std::uintptr_t address, std::int64_t numel, zc::DType dtype,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _core, _released, _tensor
+from zerocore import _core, _memory, _released, _tensor
 from zerocore._gathering import UnitGatherer
 from zerocore._optimizer import Optimizer
 from zerocore._units import Unit
@@ -22,6 +22,7 @@ logger = logging.getLogger("zerocore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATES = (_core.StateKind.state1, _core.StateKind.state2)
+_PART_FOR_GRADIENTS = 4  # of the memory that is left, for those held in the first micro-step
 _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
@@ -113,6 +114,9 @@ class ModelParams(_released.NotPickled):
             self._in_bucket[bucket].append(index)
             self._move(index, param, unit_of.get(id(param), -1), bucket, offset)
         self._core.allocate_states()
+        free = _memory.free_bytes(ranks=comm.size)
+        if free is not None:
+            self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
         ours = {id(p) for p, trained in zip(self.params, self._is_trained, strict=True) if trained}

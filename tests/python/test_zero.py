@@ -658,7 +658,7 @@ else:
         model = Model()
     config = zerocore.Config(
         micro_batch_size=1,
-        optimizer=OptimizerConfig(type="adamw"),
+        optimizer=OptimizerConfig(type="adamw", lr=1e-5),
         zero=ZeroConfig(stage=3, bucket_numel=1 << 18, persistent_param_numel=0, unit_numel=1,
                         max_live_numel=3 << 18, max_reuse_numel=0, prefetch_numel=1 << 18),
     )
@@ -673,7 +673,7 @@ else:
     engine.eval()
     with torch.no_grad():
         losses.append(engine(x).item())
-    assert all(0 < loss < 100 for loss in losses) and len(set(losses)) == 4, losses
+    assert losses[0] > losses[1] > losses[2] > losses[3], losses
     numel = sum(value.numel() for name, value in engine.iter_state_dict())
     assert numel == psi
     print("trained")

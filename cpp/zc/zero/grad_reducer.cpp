@@ -59,6 +59,7 @@ void GradReducer::begin_micro_step(bool has_micro_batch) {
   open_ = true;
   has_micro_batch_ = has_micro_batch;
   next_in_order_ = 0;
+  held_bytes_ = 0;
   clock_ = 0;
   std::fill(arrivals_.begin(), arrivals_.end(), 0);
   std::fill(grads_.begin(), grads_.end(), BufferView{});
@@ -69,7 +70,7 @@ void GradReducer::begin_micro_step(bool has_micro_batch) {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const auto& placements = layout_.buckets()[b].placements;
     missing_[b] = static_cast<int>(std::count_if(placements.begin(), placements.end(), [&](const Placement& p) {
-      return expected_[static_cast<std::size_t>(p.param)] > 0;
+      return recording_ || expected_[static_cast<std::size_t>(p.param)] > 0;
     }));
   }
 }
@@ -83,12 +84,15 @@ std::span<const int> GradReducer::ready(int param, BufferView grad, bool may_lau
   grads_[p] = grad;
   used_here_[p] = has_micro_batch_;
   just_launched_.clear();
-  if (recording_) return just_launched_;
   if (launched_[b]) {
     late_[p] = has_micro_batch_;
     return just_launched_;
   }
-  if (arrivals_[p] == expected_[p]) --missing_[b];
+  if (arrivals_[p] == (recording_ ? 1 : expected_[p])) --missing_[b];
+  if (recording_) {
+    if (arrivals_[p] == 1) held_bytes_ += grad.bytes();
+    if (held_bytes_ <= hold_bytes_) return just_launched_;
+  }
   while (may_launch && next_in_order_ < order_.size() &&
          missing_[static_cast<std::size_t>(order_[next_in_order_])] == 0 && may_launch_next()) {
     launch(order_[next_in_order_++], false);
@@ -98,7 +102,6 @@ std::span<const int> GradReducer::ready(int param, BufferView grad, bool may_lau
 
 std::vector<int> GradReducer::end_micro_step() {
   ZC_CHECK(open_, kInternal, "[zero] no micro-step to end");
-  if (recording_) agree_on_record();
   while (next_in_order_ < order_.size()) launch(order_[next_in_order_++], false);
   const std::vector<int> late = exchange_usage();
   std::vector<int> again;
@@ -106,6 +109,7 @@ std::vector<int> GradReducer::end_micro_step() {
   std::sort(again.begin(), again.end());
   again.erase(std::unique(again.begin(), again.end()), again.end());
   for (int bucket : again) launch(bucket, true);
+  if (recording_) agree_on_record();
   recording_ = !late.empty();
   open_ = false;
   return late;
@@ -146,6 +150,7 @@ void GradReducer::launch(int bucket, bool late_only) {
     } else {
       device_.kernels().zero(staging.slice(placement.offset, placement.numel), {});
     }
+    held_bytes_ -= grad.bytes();
     grad = {};
   }
   if (!alone) {

@@ -2,12 +2,16 @@
 //
 // Note: one arrival rule. Within a micro-step a parameter's gradient may arrive several times (several backwards); the
 // framework sums arrivals in the gradient's own dtype, and that sum is folded once. The first micro-step records how
-// often each parameter arrives and in which order buckets complete; ranks agree on the maximum and on rank 0's order,
-// and buckets are launched at its end. From then on a bucket is launched as soon as its parameters have arrived as
-// often as recorded, always in the recorded order; end_micro_step() launches the rest. So every bucket is launched
-// exactly once a micro-step on every rank, used or not, whatever branch a rank took. An arrival after its bucket's
-// launch is late: ranks learn of it in the exchange that ends the micro-step, one extra round of launches carries it,
-// and the next micro-step records anew.
+// often each parameter arrives and in which order buckets complete, and launches buckets at its end, in the order of
+// their numbers; then ranks agree on the maximum and on rank 0's order. From then on a bucket is launched as soon as
+// its parameters have arrived as often as recorded, always in the recorded order; end_micro_step() launches the rest.
+// So every bucket is launched exactly once a micro-step on every rank, used or not, whatever branch a rank took. An
+// arrival after its bucket's launch is late: ranks learn of it in the exchange that ends the micro-step, one extra
+// round of launches carries it, and the next micro-step records anew.
+//
+// Note: memory. While it records, a rank holds all its gradients. One that has no room for them (set_hold_bytes)
+// launches buckets whose parameters have all arrived, as if each arrived once: right in most models, and late
+// otherwise.
 //
 // Note: who may wait. A launch waits for a free bucket buffer, that is for peers to launch an earlier bucket, which
 // they may do at the end of the micro-step only, when they use other parameters. That is harmless as long as peers do
@@ -38,6 +42,9 @@ class GradReducer {
               bool peers_may_wait);
 
   std::int64_t pool_bytes() const { return pool_bytes_; }
+
+  // The gradients that this rank may hold while it records. It need not be the same on all ranks.
+  void set_hold_bytes(std::int64_t bytes) { hold_bytes_ = bytes; }
 
   // Begins a micro-step. has_micro_batch false: this rank joins every collective with zeros, and its arrivals count as
   // unused. Throws kInternal when one is open.
@@ -97,6 +104,8 @@ class GradReducer {
   std::vector<std::int64_t> arrivals_;  // in this micro-step
   std::vector<BufferView> grads_;       // not launched yet; data null when none
   std::vector<std::uint8_t> late_;
+  std::int64_t hold_bytes_ = INT64_MAX;
+  std::int64_t held_bytes_ = 0;
   std::vector<int> missing_;  // parameters a bucket still waits for
   std::vector<std::uint8_t> launched_;
   std::size_t next_in_order_ = 0;

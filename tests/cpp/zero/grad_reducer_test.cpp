@@ -115,6 +115,41 @@ TEST(GradReducerTest, AFillerThatAloneUsesAParameterLeavesItUnusedAndIsNeverLate
   });
 }
 
+TEST(GradReducerTest, ARankWithoutRoomLaunchesWhileItRecords) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    if (f.rank == 0) f.reducer->set_hold_bytes(2 * kNumel * 4);  // two gradients
+    for (int step = 0; step < 2; ++step) {
+      f.reducer->begin_micro_step(true);
+      std::vector<int> launched;
+      for (int p : {1, 2, 0}) {
+        for (int bucket : f.ready(p, 1)) launched.push_back(bucket);
+      }
+      // The first micro-step launches in the order of buckets (parameters 2, 1, 0), the second in the recorded one.
+      EXPECT_EQ(launched, step == 0 ? (f.rank == 0 ? std::vector<int>{0, 1, 2} : std::vector<int>{})
+                                    : (std::vector<int>{1, 0, 2}));
+      EXPECT_TRUE(f.reducer->end_micro_step().empty());
+    }
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(0), 4);
+    }
+  });
+}
+
+TEST(GradReducerTest, AnArrivalAfterALaunchForWantOfRoomIsLateAndCarried) {
+  test::run_ranks(2, [](Ranks comm) {
+    Fixture f(comm);
+    if (f.rank == 0) f.reducer->set_hold_bytes(0);
+    f.reducer->begin_micro_step(true);
+    for (int p : {2, 1, 0}) f.ready(p, 1);
+    if (f.rank == 0) f.ready(2, 10);
+    EXPECT_EQ(f.reducer->end_micro_step(), std::vector<int>{2});
+    if (f.rank == 0) {
+      EXPECT_EQ(f.sum(2), 12);
+    }
+  });
+}
+
 TEST(GradReducerTest, SeveralArrivalsAreFoldedOnce) {
   test::run_ranks(2, [](Ranks comm) {
     Fixture f(comm);
