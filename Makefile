@@ -8,7 +8,7 @@ RUN := tools/with-env
 CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof test bench bench-step format lint clean
+.PHONY: help build train proof test soak bench bench-step format lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -27,6 +27,9 @@ test: environment-test  ## all C++ and Python tests
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
 	@$(RUN) python -m pytest $(ARGS)
+
+soak: build environment-test  ## the long tests: nothing grows over many engines and steps
+	@$(RUN) python -m pytest -m soak $(ARGS)
 
 bench: environment  ## the C++ benchmarks; results in build/bench/*.json
 	@tools/debian-packages libbenchmark-dev

@@ -193,7 +193,7 @@ class Launcher:
         rootdir = str(self.config.rootpath)
         selection = folder / "tests"  # a file, since thousands of names do not fit a command line
         selection.write_text("\n".join(tests))
-        command = ["-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={rootdir}", f"@{selection}"]
+        command = ["-m", "pytest", "-m", "", "-p", "no:cacheprovider", f"--rootdir={rootdir}", f"@{selection}"]
         job = start_ranks(self.n, command, output, {"ZC_TEST_RANKS_DIR": str(folder)}, cwd=rootdir)
         try:
             progress, since = -1, time.monotonic()
