@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zerocore
 from rich.console import Console
+from zerocore.config import Config
 
 SECONDS_PER_LINE = 5.0
 
@@ -25,7 +26,7 @@ class Progress:
         config, parameters = engine.config, sum(p.numel() for p in engine.module.parameters())
         why = " (chosen by the processor's flags)" if not args.config and args.dtype == "auto" else ""
         self.console.print(
-            f"GPT of {parameters / 1e6:.2f} M parameters, {config.precision.dtype}{why}, ZeRO-{config.zero.stage}, "
+            f"GPT of {parameters / 1e6:.2f} M parameters, {dtypes(config)}{why}, ZeRO-{config.zero.stage}, "
             f"{many(engine.world_size, 'rank')} x {many(args.threads, 'torch thread')}, "
             f"micro-batches of {config.micro_batch_size} x {args.seq} bytes, {config.micro_batches} a step"
         )
@@ -55,6 +56,12 @@ class Progress:
     def close(self) -> None:
         """Removes the rewritten line."""
         self.status.stop()
+
+
+def dtypes(config: Config) -> str:
+    """What the model is kept and computed in, in words."""
+    kept, computed = config.precision.dtype, config.precision.compute_dtype
+    return kept if computed in (None, kept) else f"{kept} computed in {computed}"
 
 
 def resident_mib() -> float:

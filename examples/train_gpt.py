@@ -2,6 +2,7 @@
 
     mpirun -n 2 python examples/train_gpt.py                  # or, on one rank: python examples/train_gpt.py
     mpirun -n 2 python examples/train_gpt.py --stage 1 --dtype bf16 --text ~/my/texts
+    mpirun -n 2 python examples/train_gpt.py --stage 3 --layers 12 --hidden 512 --heads 8 --checkpointing
 
 The lines that zerocore needs are in main() and train_step(); the rest is data, progress and a picture.
 """
@@ -18,12 +19,30 @@ import torch
 import zerocore
 from gpt import GPT, decay_groups
 from matplotlib.figure import Figure
-from progress import Progress, many
+from progress import Progress, dtypes, many
 from text import Windows, load_text
-from zerocore.config import Config, LossScaleConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig, ZeroConfig
+from zerocore.config import (
+    ActivationCheckpointingConfig,
+    Config,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    ZeroConfig,
+)
 
 # What --config replaces.
-ENGINE_FLAGS = {"stage": 2, "dtype": "auto", "micro_batch": 4, "global_batch": 16, "bucket_numel": 1_000_000}
+ENGINE_FLAGS = {
+    "stage": 2,
+    "dtype": "auto",
+    "compute_dtype": None,
+    "micro_batch": 4,
+    "global_batch": 16,
+    "bucket_numel": 1_000_000,
+    "persistent": 1_000,
+    "prefetch": 500_000,
+    "checkpointing": False,
+}
 VALIDATION_WINDOWS = 256
 
 
@@ -38,11 +57,13 @@ def main() -> None:
             f"--text: got {len(train_text)} bytes to train on and {len(validation_text)} held out, expected more than "
             f"--seq {args.seq} of each. Every 20th file is held out, at least one."
         )
-    model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq)
+    config = args.config or engine_config(args)
+    with zerocore.zero.Init(config=config):  # in stage 3 no rank ever holds more than a module whole
+        model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq)
 
     engine = zerocore.Engine(
         model,
-        args.config or engine_config(args),
+        config,
         model_parameters=decay_groups(model),
         training_data=Windows(train_text, seq=args.seq),
     )
@@ -69,7 +90,7 @@ def main() -> None:
         print(
             f"validation loss: {validation_losses[args.steps]:.4f} nats a byte, {progress.elapsed():.0f} s of training"
         )
-        print(f"params sha256: {sha256} ({engine.config.precision.dtype}, {many(args.threads, 'torch thread')} a rank)")
+        print(f"params sha256: {sha256} ({dtypes(engine.config)}, {many(args.threads, 'torch thread')} a rank)")
     engine.close()
 
 
@@ -117,9 +138,19 @@ def engine_config(args: argparse.Namespace) -> Config:
         ),
         precision=PrecisionConfig(
             dtype=best_dtype() if args.dtype == "auto" else args.dtype,
+            compute_dtype=args.compute_dtype,
             loss_scale=LossScaleConfig(initial_scale_power=12),  # fp16: this model overflows above
         ),
-        zero=ZeroConfig(stage=args.stage, bucket_numel=args.bucket_numel),
+        # Stage 3: a block is whole while it computes, and the next ones are on their way; then it is released.
+        zero=ZeroConfig(
+            stage=args.stage,
+            bucket_numel=args.bucket_numel,
+            unit_classes=("Block",),
+            persistent_param_numel=args.persistent,
+            prefetch_numel=args.prefetch,
+            max_reuse_numel=0,
+        ),
+        activation_checkpointing=ActivationCheckpointingConfig(enabled=args.checkpointing),
     )
 
 
@@ -157,11 +188,15 @@ def stop(message: str) -> None:
 def parse_args() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", type=int, help="ZeRO stage: 0, 1 or 2 (default 2)")
+    parser.add_argument("--stage", type=int, help="ZeRO stage: 0, 1, 2 or 3 (default 2)")
     parser.add_argument("--dtype", choices=["auto", "fp32", "bf16", "fp16"], help="default auto: bf16 where it is fast")
+    parser.add_argument("--compute-dtype", choices=["fp32", "bf16", "fp16"], help="default: --dtype")
     parser.add_argument("--micro-batch", type=int, help="sequences a forward (default 4)")
     parser.add_argument("--global-batch", type=int, help="sequences a step, over all ranks (default 16)")
     parser.add_argument("--bucket-numel", type=int, help="elements a bucket (default 1000000)")
+    parser.add_argument("--persistent", type=int, help="stage 3: parameters up to this size stay whole (default 1000)")
+    parser.add_argument("--prefetch", type=int, help="stage 3: elements gathered ahead of use (default 500000)")
+    parser.add_argument("--checkpointing", action="store_true", default=None, help="recompute blocks in backward")
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON, in place of the flags above")
     for name, default in [("layers", 4), ("hidden", 128), ("heads", 4), ("seq", 128), ("steps", 1000), ("threads", 1)]:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")

@@ -14,6 +14,7 @@ import pytest
 import text
 import torch
 import train_gpt
+import zerocore
 
 EXAMPLES = Path(train_gpt.__file__).parent
 TRAIN = train_gpt.__file__
@@ -28,15 +29,15 @@ def train(mpirun, ranks, *flags, out):
 
 
 def sha256_of(output):
-    return re.search(r"^params sha256: ([0-9a-f]{64}) \(\w+, 1 torch thread a rank\)$", output, re.M)[1]
+    return re.search(r"^params sha256: ([0-9a-f]{64}) \([\w ]+, 1 torch thread a rank\)$", output, re.M)[1]
 
 
 # 3 ranks have micro-batches for 2 of them only in the last micro-step.
 @pytest.mark.parametrize(
     ("dtype", "runs"),
     [
-        ("fp32", [(1, 0, 10**6), (2, 1, 10**6), (3, 2, 10**6), (4, 2, 3000)]),
-        ("bf16", [(1, 1, 10**6), (3, 2, 3000)]),
+        ("fp32", [(1, 0, 10**6), (2, 1, 10**6), (2, 3, 10**6), (3, 2, 10**6), (4, 2, 3000)]),
+        ("bf16", [(1, 1, 10**6), (3, 2, 3000), (3, 3, 3000)]),
         ("fp16", [(1, 2, 3000), (3, 0, 10**6)]),
     ],
 )
@@ -48,6 +49,32 @@ def test_the_same_bits_on_any_number_of_ranks(mpirun, tmp_path, dtype, runs):
         assert f"{dtype}, ZeRO-{stage}, {ranks} rank" in output
         values[ranks, stage, bucket_numel] = sha256_of(output)
     assert len(set(values.values())) == 1, values
+
+
+def test_what_changes_memory_only_changes_no_bit(mpirun, tmp_path):
+    flags = ["--dtype", "bf16", "--compute-dtype", "fp32"]
+    plain = train(mpirun, 1, *FIVE_STEPS, *flags, "--stage", 1, out=tmp_path)
+    assert "bf16 computed in fp32, ZeRO-1, 1 rank" in plain
+    sparing = ["--stage", 3, "--persistent", 0, "--prefetch", 0, "--checkpointing"]
+    assert sha256_of(train(mpirun, 2, *FIVE_STEPS, *flags, *sparing, out=tmp_path)) == sha256_of(plain)
+
+
+def test_stage_3_holds_one_block_at_a_time(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--stage", "3", "--dtype", "fp32", "--prefetch", "0"])
+    config = train_gpt.engine_config(train_gpt.parse_args())
+    with zerocore.zero.Init(config=config):
+        model = gpt.GPT(layers=8, hidden=64, heads=2, seq=8)
+    engine = zerocore.Engine(model, config)
+    gathered = [engine.memory_report()["gathered_parameters"]]
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: gathered.append(engine.memory_report()["gathered_parameters"]))
+    with torch.no_grad():
+        engine(torch.zeros(1, 8, dtype=torch.long))
+    gathered.append(engine.memory_report()["gathered_parameters"])
+    engine.close()
+    assert gathered[0] == gathered[-1] == 0
+    matrices = 4 * (256 * 64 + 12 * 64 * 64)  # bytes of the embedding and a block
+    assert all(matrices <= each < 1.1 * matrices for each in gathered[1:-1])
 
 
 def test_a_run_shows_progress_and_learns(mpirun, tmp_path):
@@ -84,6 +111,7 @@ def test_a_deepspeed_config_replaces_the_flags(mpirun, tmp_path):
         ("--text /nowhere", r"/nowhere: no such file or folder"),
         ("--config /nowhere.json", r"/nowhere.json: no such file or folder"),
         ("--config {config} --stage 1", r"got --stage and --config .*Leave one of them out"),
+        ("--config {config} --checkpointing", r"got --checkpointing and --config .*Leave one of them out"),
         ("--text {empty}", r"--text: got 0 bytes to train on and 0 held out, expected more than --seq 128 of each"),
     ],
 )
@@ -95,9 +123,9 @@ def test_bad_flags(monkeypatch, tmp_path, flags, message):
 
 
 def test_what_the_engine_refuses_ends_the_example_with_its_message(mpirun):
-    job = mpirun(1, TRAIN, "--stage", "3", timeout=60)
+    job = mpirun(1, TRAIN, "--stage", "4", timeout=60)
     assert job.returncode == 1
-    assert re.search(r"^train_gpt.py: \[config\] zero.stage: got 3, expected", job.stdout, re.M)
+    assert re.search(r"^train_gpt.py: \[config\] zero.stage: got 4, expected", job.stdout, re.M)
     assert "Traceback" not in job.stdout
 
 
@@ -176,10 +204,10 @@ def test_the_proof_fails_when_one_value_differs(capsys, last, code):
 
 
 def test_the_proof():
-    assert (proof.RANKS, proof.STAGES) == ((1, 2, 4), (0, 1, 2))
+    assert (proof.RANKS, proof.STAGES) == ((1, 2, 4), (0, 1, 2, 3))
     runs = [dict(jobs.run_job(ranks, proof.__file__, "--worker", timeout_s=170)) for ranks in (1, 4)]
     for run in runs:
-        assert list(run) == ["zerocore stage 0", "zerocore stage 1", "zerocore stage 2", "DDP", "FSDP2"]
+        assert list(run) == [*(f"zerocore stage {stage}" for stage in proof.STAGES), "DDP", "FSDP2"]
     assert len({sha for run in runs for name, sha in run.items() if name.startswith("zerocore")}) == 1
 
 
