@@ -52,8 +52,16 @@ def _torch_step(wrapped: Any, model: Any) -> Step:
     return step
 
 
+def _block_numel(model: Any) -> int:
+    return max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+
+
 def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
-    """The engine of zerocore, with a ZeRO stage."""
+    """The engine of zerocore, with a ZeRO stage.
+
+    Stage 3 does what fully_shard does here: every parameter is sharded, a unit is a block or what is around the blocks,
+    blocks are released after their forward and gathered again, one of them ahead, and the root is kept in between.
+    """
 
     def make(model: Any, micro_batch: int, world_size: int) -> Step:
         import zerocore
@@ -63,7 +71,13 @@ def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
             micro_batch_size=micro_batch,
             gradient_clipping=MAX_NORM,
             optimizer=OptimizerConfig(type="adamw", lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
-            zero=ZeroConfig(stage=stage),
+            zero=ZeroConfig(
+                stage=stage,
+                unit_classes=("Block",),
+                persistent_param_numel=0,
+                max_reuse_numel=1,
+                prefetch_numel=_block_numel(model) * 3 // 2,  # padding included
+            ),
         )
         return _engine_step(zerocore.Engine(model, config))
 
@@ -71,7 +85,10 @@ def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
 
 
 def make_deepspeed(stage: int) -> Callable[[Any, int, int], Step]:
-    """DeepSpeed with a ZeRO stage and the optimizer that its configuration names."""
+    """DeepSpeed with a ZeRO stage and the optimizer that its configuration names.
+
+    In stage 3 all parameters are sharded, and released after their use, as above.
+    """
 
     def make(model: Any, micro_batch: int, world_size: int) -> Step:
         # Without LOCAL_SIZE its shared-memory collectives are not set up; the launcher of its own sets it.
@@ -80,10 +97,15 @@ def make_deepspeed(stage: int) -> Callable[[Any, int, int], Step]:
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         adamw = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        sharding = {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": _block_numel(model),
+        }
         config = {
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_clipping": MAX_NORM,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage} | (sharding if stage == 3 else {}),
             "optimizer": {"type": "AdamW", "params": adamw},
             "steps_per_print": 10**9,
         }
@@ -107,8 +129,8 @@ def _engine_step(engine: Any) -> Step:
 def engines() -> dict[str, Callable[[Any, int, int], Step]]:
     """The makers by name, of what is installed: (model, micro_batch, world_size) -> step."""
     found: dict[str, Callable[[Any, int, int], Step]] = {BARE: make_bare}
-    found |= {f"zerocore stage {stage}": make_zerocore(stage) for stage in (0, 1, 2)}
+    found |= {f"zerocore stage {stage}": make_zerocore(stage) for stage in (0, 1, 2, 3)}
     found |= {"DDP": make_ddp, "FSDP2": make_fsdp2}
     if importlib.util.find_spec("deepspeed"):
-        found |= {f"DeepSpeed stage {stage}": make_deepspeed(stage) for stage in (1, 2)}
+        found |= {f"DeepSpeed stage {stage}": make_deepspeed(stage) for stage in (1, 2, 3)}
     return found
