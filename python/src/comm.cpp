@@ -110,8 +110,11 @@ void bind_comm(py::module_& m) {
            py::arg("label"),
            "shard += this rank's slice of every rank's bucket, in rank order, rounded to the shard's dtype after each "
            "addition. Both: fp32, fp16 or bf16. Returns a Work.")
-      .def("all_gather", &Communicator::all_gather, NoGil(), py::arg("full"), py::arg("label"),
-           "Fills the other ranks' slices of `full` in place. Returns a Work.")
+      .def("all_gather", py::overload_cast<zc::BufferView, std::string_view>(&Communicator::all_gather), NoGil(),
+           py::arg("full"), py::arg("label"), "Fills the other ranks' slices of `full` in place. Returns a Work.")
+      .def("all_gather", py::overload_cast<zc::BufferView, zc::BufferView, std::string_view>(&Communicator::all_gather),
+           NoGil(), py::arg("shard"), py::arg("full"), py::arg("label"),
+           "Fills `full` from every rank's `shard`, which lies outside it. Returns a Work.")
       .def("broadcast", &Communicator::broadcast, NoGil(), py::arg("view"), py::arg("root"), py::arg("label"),
            "Copies the root's memory to every rank. Returns a Work.")
       .def("barrier", &Communicator::barrier, NoGil(), py::arg("label"), "Returns a Work.")

@@ -73,6 +73,17 @@ def test_all_gather_and_broadcast(comm, numel):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("numel", [1, 333, 20_000_003])
+def test_all_gather_takes_a_shard_from_elsewhere(comm, numel):
+    shard = array.array("B", bytes([comm.rank + 1])) * numel
+    full = array.array("B", bytes(numel * comm.size))
+    before = comm.counters()["all_gather"]["elements"]
+    comm.all_gather(view(shard, _core.DType.uint8), view(full, _core.DType.uint8), "gather").wait()
+    assert all(full[r * numel : (r + 1) * numel].tobytes() == bytes([r + 1]) * numel for r in range(comm.size))
+    assert comm.counters()["all_gather"]["elements"] - before == numel * comm.size
+
+
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("numel", [1, 70, 81, 200_000])  # the first two travel with the header
 def test_all_reduce_is_exact(comm, numel):
     large = 1 << 60  # a double would lose the low bits

@@ -68,7 +68,7 @@ Task Collectives::run(const Operation& operation) {
       co_await reduce_scatter_add(in, out);
       break;
     case Op::kAllGather:
-      co_await gather(out.as<std::byte>(), out.bytes() / guard_.size());
+      co_await gather(in, out.as<std::byte>());
       break;
     case Op::kBroadcast:
       co_await broadcast(out, operation.header.root);
@@ -78,7 +78,7 @@ Task Collectives::run(const Operation& operation) {
       break;
     case Op::kGatherBytes:
     case Op::kSplit:
-      co_await gather_from(in, out.as<std::byte>(), rides);
+      co_await gather_bytes(in, out.as<std::byte>(), rides);
       break;
     case Op::kBarrier:
       break;
@@ -132,23 +132,27 @@ Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView&
   co_await exchange(bytes, kStagedPieceBytes, source, target, fold);
 }
 
-// Slice index() of `out` is this rank's; the others are filled.
-Task Collectives::gather(std::byte* out, std::int64_t bytes) {
-  const auto source = [&](int) { return out + guard_.index() * bytes; };
+// `in` is sent from where it is, and copied to slice index() of `out` unless it is that slice.
+Task Collectives::gather(const BufferView& in, std::byte* out) {
+  const auto* data = in.as<const std::byte>();
+  const std::int64_t bytes = in.bytes();
+  std::byte* const own = out + guard_.index() * bytes;
+  const auto source = [&](int) { return data; };
   const auto target = [&](int peer, std::int64_t, std::int64_t offset) { return out + peer * bytes + offset; };
-  const auto keep = [](std::int64_t, std::int64_t, std::int64_t) {};
-  co_await exchange(bytes, kPieceBytes, source, target, keep);
+  const auto copy_own = [&](std::int64_t offset, std::int64_t count, std::int64_t) {
+    if (data != own) std::memcpy(own + offset, data + offset, static_cast<std::size_t>(count));
+  };
+  co_await exchange(bytes, kPieceBytes, source, target, copy_own);
 }
 
-Task Collectives::gather_from(const BufferView& in, std::byte* out, bool rides) {
-  const auto bytes = static_cast<std::size_t>(in.bytes());
-  if (bytes == 0) co_return;
-  if (rides) {
-    for (int rank = 0; rank < guard_.size(); ++rank) std::memcpy(out + rank * in.bytes(), guard_.payload(rank), bytes);
+Task Collectives::gather_bytes(const BufferView& in, std::byte* out, bool rides) {
+  if (!rides) {
+    co_await gather(in, out);
     co_return;
   }
-  std::memmove(out + guard_.index() * in.bytes(), in.data, bytes);
-  co_await gather(out, in.bytes());
+  const auto bytes = static_cast<std::size_t>(in.bytes());
+  if (bytes == 0) co_return;
+  for (int rank = 0; rank < guard_.size(); ++rank) std::memcpy(out + rank * in.bytes(), guard_.payload(rank), bytes);
 }
 
 Task Collectives::all_reduce(const BufferView& view, ReduceOp op, bool rides) {

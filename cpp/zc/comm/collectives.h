@@ -40,8 +40,8 @@ class Collectives {
   Task reduce_scatter_add(const BufferView& bucket, const BufferView& shard);
   Task broadcast(const BufferView& view, int root);
   Task all_reduce(const BufferView& values, ReduceOp op, bool rides);  // rides: the payload came with the headers
-  Task gather(std::byte* out, std::int64_t bytes);
-  Task gather_from(const BufferView& in, std::byte* out, bool rides);
+  Task gather(const BufferView& in, std::byte* out);
+  Task gather_bytes(const BufferView& in, std::byte* out, bool rides);
 
   template <class Source, class Target, class Consume>
   Task exchange(std::int64_t bytes, std::int64_t piece_bytes, Source source, Target target, Consume consume);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 namespace zc::comm {
 namespace {
@@ -83,7 +84,25 @@ Work Communicator::all_gather(BufferView full, std::string_view label) {
   check_memory("all_gather", "buffer", full);
   ZC_CHECK(full.numel % size_ == 0, kInternal, "[comm] all_gather: buffer length: got ", full.numel,
            " elements, expected a multiple of the ", size_, " ranks");
-  return submit({.op = Op::kAllGather, .in = full, .out = full, .label = label});
+  const std::int64_t numel = full.numel / size_;
+  return submit({.op = Op::kAllGather, .in = full.slice(rank_ * numel, numel), .out = full, .label = label});
+}
+
+Work Communicator::all_gather(BufferView shard, BufferView full, std::string_view label) {
+  check_memory("all_gather", "shard", shard);
+  check_memory("all_gather", "buffer", full);
+  ZC_CHECK(shard.dtype == full.dtype, kInternal, "[comm] all_gather: shard dtype: got ", zc::name(shard.dtype),
+           ", expected the buffer's, ", zc::name(full.dtype));
+  ZC_CHECK(full.numel == shard.numel * size_, kInternal, "[comm] all_gather: buffer length: got ", full.numel,
+           " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ", shard.numel, ")");
+  const auto* begin = shard.as<const std::byte>();
+  const auto* whole = full.as<const std::byte>();
+  const std::less<> before;  // of unrelated pointers
+  ZC_CHECK(begin == whole + rank_ * shard.bytes() || !before(begin, whole + full.bytes()) ||
+               !before(whole, begin + shard.bytes()),
+           kInternal, "[comm] all_gather: the shard overlaps the buffer: got ", shard.numel, " elements at ",
+           shard.data, ", expected slice ", rank_, " of the buffer at ", full.data, " or memory outside it");
+  return submit({.op = Op::kAllGather, .in = shard, .out = full, .label = label});
 }
 
 Work Communicator::broadcast(BufferView view, int root, std::string_view label) {
@@ -121,10 +140,9 @@ Work Communicator::submit(Call call) {
 }
 
 void Communicator::seal(Call& call) {
-  const std::int64_t elements = call.op == Op::kGatherBytes ? call.out.numel : call.in.numel;
   Counter& counter = counters_[static_cast<std::size_t>(call.op)];
   ++counter.calls;
-  counter.elements += elements;
+  counter.elements += call.numel();
 
   call.sequence = ++sequence_;
   std::uint64_t hash = mix(0, call.sequence);
@@ -133,7 +151,7 @@ void Communicator::seal(Call& call) {
   hash = mix(hash, static_cast<std::uint64_t>(call.root));
   hash = mix(hash, static_cast<std::uint64_t>(call.in.dtype));
   hash = mix(hash, static_cast<std::uint64_t>(call.out.dtype));
-  hash = mix(hash, static_cast<std::uint64_t>(call.in.numel));
+  hash = mix(hash, static_cast<std::uint64_t>(call.numel()));
   call.fingerprint = mix(hash, call.label);
 }
 

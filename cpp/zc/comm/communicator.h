@@ -66,6 +66,10 @@ class Communicator {
   // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.
   Work all_gather(BufferView full, std::string_view label);
 
+  // The same from memory outside `full`, which is filled completely. shard: this rank's contribution, full.numel /
+  // size() elements of full's dtype; slice rank() of full, or disjoint from it. Ranks may mix the two forms.
+  Work all_gather(BufferView shard, BufferView full, std::string_view label);
+
   // Copies root's view to every rank.
   Work broadcast(BufferView view, int root, std::string_view label);
 
@@ -116,6 +120,9 @@ class Communicator {
     std::uint64_t sequence = 0;
     std::uint64_t fingerprint = 0;
     std::string_view label{};  // copied by the backend when it outlives the call
+
+    // Of the payload handed in: a gather's is the whole, whatever the number of ranks.
+    std::int64_t numel() const { return op == Op::kAllGather || op == Op::kGatherBytes ? out.numel : in.numel; }
   };
   virtual Work run(const Call& call) = 0;
 

@@ -44,8 +44,8 @@ class SelfCommunicator final : public Communicator {
       const DefaultFloatEnvironment environment;
       const void* const source = call.in.data;
       device::cpu_kernels().fold({&source, 1}, call.in.dtype, call.out, {});
-    } else if (call.op == Op::kGatherBytes && call.in.numel > 0) {
-      std::memmove(call.out.data, call.in.data, static_cast<std::size_t>(call.in.numel));
+    } else if (call.in.bytes() > 0 && call.in.data != call.out.data) {  // a gather
+      std::memmove(call.out.data, call.in.data, static_cast<std::size_t>(call.in.bytes()));
     }
     return {};
   }

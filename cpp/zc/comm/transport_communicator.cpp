@@ -38,7 +38,7 @@ class TransportCommunicator final : public Communicator {
     CallHeader& header = operation.header;
     header.fingerprint = call.fingerprint;
     header.sequence = call.sequence;
-    header.numel = call.in.numel;
+    header.numel = call.numel();
     header.root = call.root;
     header.op = call.op;
     header.reduce = call.reduce;

@@ -43,6 +43,15 @@ TEST(CommunicatorTest, ArgumentsAreChecked) {
   EXPECT_EQ(message_of([&] { comm->all_gather(cuda, ""); }),
             "[comm] all_gather: buffer is not in host memory: got a CUDA buffer, expected a CPU buffer. This "
             "communicator moves host memory only.");
+  EXPECT_EQ(message_of([&] { comm->all_gather(four, bytes, ""); }),
+            "[comm] all_gather: shard dtype: got fp32, expected the buffer's, uint8");
+  EXPECT_EQ(message_of([&] { comm->all_gather(four, eight, ""); }),
+            "[comm] all_gather: buffer length: got 8 elements, expected 4 (1 ranks times a shard of 4)");
+  EXPECT_NE(message_of([&] {
+              comm->all_gather(eight.slice(1, 4), four, "");
+            }).find("[comm] all_gather: the shard overlaps the buffer: got 4 elements at "),
+            std::string::npos);
+  EXPECT_EQ(message_of([&] { comm->all_gather(eight.slice(4, 4), four, ""); }), "no error");
   EXPECT_EQ(message_of([&] { comm->set_timeout(std::chrono::milliseconds(0)); }),
             "[comm] timeout_ms is not positive: got 0, expected at least 1. Give the time a rank may wait for its "
             "peers, in milliseconds.");

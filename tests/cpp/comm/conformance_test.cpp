@@ -136,6 +136,35 @@ TEST_P(ConformanceTest, AllGatherFillsEverySlice) {
   });
 }
 
+TEST_P(ConformanceTest, AllGatherTakesAShardFromElsewhere) {
+  run([](Communicator& comm) {
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    const auto n = static_cast<std::size_t>(comm.size());
+    for (const std::size_t slice : {0u, 1u, 333u, 9'000'001u}) {  // the last one takes two pieces
+      const auto value = [slice](std::size_t at) { return static_cast<std::uint16_t>(at % 977 + at / slice); };
+      std::vector<std::uint16_t> full(slice * n, 0xffff), shard(slice);
+      for (std::size_t at = 0; at < slice; ++at) shard[at] = value(rank * slice + at);
+      const auto before = shard;
+      comm.all_gather(view(shard, DType::kBF16), view(full, DType::kBF16), "gather").wait();
+      std::size_t wrong = 0;
+      for (std::size_t at = 0; at < full.size(); ++at) wrong += full[at] != value(at);
+      ASSERT_EQ(wrong, 0u);
+      ASSERT_EQ(shard, before);
+    }
+    // The own slice is a shard too, and ranks may mix the forms.
+    std::vector<float> full(n * 5, -1.0f), shard(5, static_cast<float>(rank));
+    const BufferView whole = view(full, DType::kF32);
+    const BufferView own = whole.slice(comm.rank() * 5, 5);
+    std::copy(shard.begin(), shard.end(), own.as<float>());
+    if (rank % 3 == 0) comm.all_gather(own, whole, "mixed").wait();
+    if (rank % 3 == 1) comm.all_gather(whole, "mixed").wait();
+    if (rank % 3 == 2) comm.all_gather(view(shard, DType::kF32), whole, "mixed").wait();
+    for (std::size_t at = 0; at < full.size(); ++at) ASSERT_EQ(full[at], static_cast<float>(at / 5)) << at;
+    EXPECT_EQ(comm.counters()[static_cast<std::size_t>(Op::kAllGather)].elements,
+              static_cast<std::int64_t>(n * (1 + 333 + 9'000'001 + 5)));
+  });
+}
+
 TEST_P(ConformanceTest, BroadcastCopiesTheRoots) {
   run([](Communicator& comm) {
     for (int root = 0; root < comm.size(); ++root) {
