@@ -271,8 +271,12 @@ void ParamGatherer::start(int bucket, BufferView full) {
     const std::int64_t bytes = layout.numel * size_bytes(layout.dtype);
     travelling = {full.as<std::byte>() + full.bytes() - bytes, layout.numel, layout.dtype, full.device};
   }
-  device_.kernels().cast(source.params, travelling.slice(source.shard_offset, layout.shard_numel), {});
-  comm::Work work = comm_->all_gather(travelling, labels_[static_cast<std::size_t>(bucket)]);
+  BufferView shard = source.params;
+  if (shard.dtype != travelling.dtype) {
+    shard = travelling.slice(source.shard_offset, layout.shard_numel);
+    device_.kernels().cast(source.params, shard, {});
+  }
+  comm::Work work = comm_->all_gather(shard, travelling, labels_[static_cast<std::size_t>(bucket)]);
   work.keep(owner_);
   unit.flights.push_back({bucket, full, std::move(work), widen});
 }
