@@ -446,7 +446,10 @@ class Engine(torch.nn.Module):
         return self.config.zero.stage
 
     def close(self) -> None:
-        """Takes the engine's hooks off the model, which keeps its parameters. Idempotent."""
+        """Takes the engine's hooks off the model, which keeps its parameters. Idempotent.
+
+        In stage 3 they stay sharded: zero.GatheredParameters reads them, and another engine may take the model over.
+        """
         self._undo_checkpointing()
         self._params.close()
         self._statistics.close()

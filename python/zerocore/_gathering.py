@@ -67,6 +67,7 @@ class UnitGatherer(_released.NotPickled):
 
     def __init__(self, core: _core.StepEngine, units: list[Unit]) -> None:
         self._core = core
+        self.comm = core.gather_comm
         self._units: list[_UnitState] = []
         self._unit_of_param: dict[int, int] = {}
         self._unit_of_storage: dict[int, int] = {}
@@ -100,7 +101,10 @@ class UnitGatherer(_released.NotPickled):
 
     def forget(self, param: torch.nn.Parameter) -> None:
         state = self._units[self._unit_of_param.pop(id(param))]
-        state.params = [(name, each) for name, each in state.params if each is not param]
+        at = next(i for i, (_, each) in enumerate(state.params) if each is param)
+        del state.params[at]
+        if state.whole:
+            del state.versions[at]
 
     def name_of(self, param: torch.nn.Parameter) -> str:
         state = self._units[self._unit_of_param[id(param)]]
@@ -153,7 +157,7 @@ class UnitGatherer(_released.NotPickled):
         )
 
     def close(self) -> None:
-        """Takes the hooks off; the parameters stay whole. Collective."""
+        """Takes the hooks off; the parameters stay as they are, here. Local."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -55,6 +55,7 @@ class ModelParams(_released.NotPickled):
         on_read_gradient: Callable[[], float],
     ) -> None:
         self._optimizer = optimizer
+        self._grouped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         self.comm = comm
         group_of = _groups(optimizer)
         trained = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
@@ -253,6 +254,7 @@ class ModelParams(_released.NotPickled):
             )
 
     def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
+        self._check_groups()
         written = self._reload_masters()
         self.gatherer.invalidate()
         result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()))
@@ -261,6 +263,17 @@ class ModelParams(_released.NotPickled):
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
             self._versions = {i: self.params[i]._version for i in self._in_place}
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
+
+    def _check_groups(self) -> None:
+        """The optimizer's groups must hold the parameters that they held when the engine was built."""
+        for index, (group, then) in enumerate(zip(self._optimizer.param_groups, self._grouped, strict=False)):
+            now = [id(p) for p in group["params"]]
+            if now != then:
+                raise ConfigError(
+                    f"[engine] parameter group {index} of the optimizer changed after the engine was built: got "
+                    f"{len(now)} parameters, expected the same {len(then)} in the same order. Freeze parameters with "
+                    "requires_grad_(False), or build a new engine for other groups."
+                )
 
     def zero_grad(self) -> None:
         """Drops everything that was folded since the last step."""

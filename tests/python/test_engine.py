@@ -576,3 +576,18 @@ def test_close_gives_the_model_back():
     model(torch.ones(1, 1)).sum().backward()
     assert model.weight.grad.item() == 1
     assert model.weight.item() == 7
+
+
+def test_groups_changed_after_the_engine_was_built():
+    changes = {
+        r"parameter group 0 of the optimizer changed.*got 1 parameters, expected the same 2": lambda groups: groups[0][
+            "params"
+        ].pop(),
+        r"the number of parameter groups changed: got 2, expected 1": lambda groups: groups.append(dict(groups[0])),
+    }
+    for message, change in changes.items():
+        engine = zerocore.Engine(torch.nn.Linear(1, 1), config())
+        change(engine.optimizer.param_groups)
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        with pytest.raises(ConfigError, match=message):
+            engine.step()

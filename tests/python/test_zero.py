@@ -607,6 +607,9 @@ def test_a_model_can_be_wrapped_again_after_close(world_size):
     with pytest.raises(ConfigError, match="belongs to another engine"):
         zerocore.Engine(first.module, config())
     first.close()
+    assert utils.params_sha256(first.module) == expected
+    with zero.GatheredParameters(first.module):
+        assert first.module.head.weight.isfinite().all()
     second = zerocore.Engine(first.module, config(stage=3, unit_numel=1 << 30))
     assert utils.params_sha256(second.module) == expected
     third_model = second.module
