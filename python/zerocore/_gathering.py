@@ -218,12 +218,14 @@ class UnitGatherer(_released.NotPickled):
 
     def _hook(self, unit: int, module: torch.nn.Module) -> None:
         training: list[bool] = []  # of the open calls
+        begun: list[int] = []
         saving: list[Any] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: torch.nn.Module, args: Any) -> None:
             in_backward = torch._C._current_graph_task_id() != -1
             training.append(torch.is_grad_enabled())
+            begun.append(torch._C._autograd._get_sequence_nr())
             saving.append(None)
             which = _core.Pass.backward if in_backward else _core.Pass.forward
             self._carry_out(self._core.enter_unit(unit, which, training[-1]))
@@ -237,10 +239,10 @@ class UnitGatherer(_released.NotPickled):
             hooks = saving.pop()
             if hooks is not None:
                 hooks.__exit__()
-            was_training = training.pop()
+            was_training, first_nr = training.pop(), begun.pop()
             output = self._own_outputs(unit, output)
             if was_training:
-                self._watch(unit, output)
+                self._watch(unit, output, first_nr)
             self._carry_out(self._core.leave_unit(unit, was_training))
             return output
 
@@ -263,14 +265,19 @@ class UnitGatherer(_released.NotPickled):
             return _pytree.tree_map(lambda value: value.clone() if is_ours(value) else value, output)
         return output
 
-    def _watch(self, unit: int, output: Any) -> None:
-        """Gathers the unit when the backward reaches it."""
+    def _watch(self, unit: int, output: Any, first_nr: int) -> None:
+        """Gathers the unit when the backward reaches it.
+
+        What was computed before the call (`first_nr` is the number of its first node) and only passes through is left
+        alone: its gradient is complete when the backward is in some other unit, which would be released.
+        """
 
         def reached(grad: torch.Tensor) -> None:
             self._need(unit)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= first_nr:
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -300,6 +300,38 @@ def test_the_users_own_checkpointing(reentrant):
     check_against_stage_2(Model)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tensors_that_pass_through_checkpointed_units(reentrant):
+    """T5's blocks hand on what the first has computed: its gradient is complete in the first one's backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.bias = nn.Linear(64, 64) if first else None
+            self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+        def forward(self, x, bias):  # hooks of the module are outside, as with Hugging Face
+            return checkpoint(self.inner, x, bias, use_reentrant=reentrant)
+
+        def inner(self, x, bias):
+            bias = bias if self.bias is None else self.bias(x)
+            return x + self.layers(x + bias), bias
+
+    class Model(Blocks):
+        def __init__(self):
+            super().__init__(num_blocks=0)
+            self.blocks = nn.ModuleList(Block(i == 0) for i in range(3))
+
+        def forward(self, tokens):
+            x, bias = self.embed(tokens), None
+            for block in self.blocks:
+                x, bias = block(x, bias)
+            return self.head(x).square().mean()
+
+    check_against_stage_2(Model)
+
+
 @pytest.mark.parametrize("how", ["torch.compile(block)", "block.compile()", "torch.compile(model)"])
 def test_compiled_models(how):
     def make_model():
