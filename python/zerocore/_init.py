@@ -60,7 +60,7 @@ class InitShards(_released.NotPickled):
         ):
             return
         self.shard_all(but_of=module)
-        if id(param) not in self._whole:
+        if id(param) not in self._whole and param not in self._shards:  # one that is tied was known before
             self._names[param] = f"{type(module).__name__}.{name}"
             self._whole[id(param)] = (param, module)
 

@@ -631,6 +631,28 @@ def test_init_of_an_existing_module_and_another_dtype():
         assert torch.equal(model.head.weight, plain.head.weight.bfloat16())
 
 
+class Tying(nn.Module):
+    """Ties a parameter that is whole at that time."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 64)
+        self.head = nn.Linear(64, 16, bias=False)
+        nn.init.normal_(self.embed.weight)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.ranks(1, 2)
+def test_init_of_a_parameter_tied_right_after_it_was_written(world_size):
+    torch.manual_seed(0)
+    plain = Tying()
+    torch.manual_seed(0)
+    with zero.Init():
+        model = Tying()
+    assert model.head.weight is model.embed.weight
+    assert utils.params_sha256(model) == utils.params_sha256(plain)
+
+
 @pytest.mark.ranks(2)
 def test_a_model_can_be_wrapped_again_after_close(world_size):
     first = build()
