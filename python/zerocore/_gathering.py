@@ -15,8 +15,8 @@ autograd or the user took stay right, and version counters do not move.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -37,6 +37,15 @@ _WAY_OUT = (
 _LARGE = 1 << 20  # bytes
 _SHRINK_BYTES = 128
 _MAX_SHRUNK = 512
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _not_compiled(function: _Function) -> _Function:
+    """torch.compiler.disable, which would import the compiler (1.3 s) for who does not use it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclasses.dataclass
@@ -221,7 +230,7 @@ class UnitGatherer(_released.NotPickled):
         begun: list[int] = []
         saving: list[Any] = []
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @_not_compiled
         def before(module: torch.nn.Module, args: Any) -> None:
             in_backward = torch._C._current_graph_task_id() != -1
             training.append(torch.is_grad_enabled())
@@ -234,7 +243,7 @@ class UnitGatherer(_released.NotPickled):
                 saving[-1] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 saving[-1].__enter__()
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @_not_compiled
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
             hooks = saving.pop()
             if hooks is not None:
@@ -280,19 +289,19 @@ class UnitGatherer(_released.NotPickled):
             if node is not None and node._sequence_nr() >= first_nr:
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def _need(self, unit: int) -> None:
         self._carry_out(self._core.need_unit(unit))
         self._bring(unit)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
         unit = None
         if tensor.layout is torch.strided:
             unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
         return tensor.detach(), tensor._version, unit
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
         tensor, version, unit = packed
         if unit is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from zerocore import _core, _released, _tensor
 from zerocore._params import broadcast
@@ -45,6 +46,9 @@ class InitShards(_released.NotPickled):
         self._dtype = dtype
         self._shards: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
         self._names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+        self._order: MutableMapping[torch.Tensor, tuple[int, str]] = WeakTensorKeyDictionary()  # the same on all ranks
+        self._numbers: Any = WeakIdKeyDictionary()  # of modules, in order of construction
+        self._next_number = itertools.count()
         # Whole at the moment, each with the module that is being constructed around it, if any.
         self._whole: dict[int, tuple[torch.nn.Parameter, torch.nn.Module | None]] = {}
 
@@ -52,21 +56,26 @@ class InitShards(_released.NotPickled):
 
     def new_param(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
         """`module` has got a parameter; it is sharded when something else is constructed."""
-        if (
-            param in self._shards
-            or param.dtype not in _tensor.DTYPES
-            or param.device.type != "cpu"
-            or not param.numel()
-        ):
+        number = self._number_of(module)
+        unfit = param.dtype not in _tensor.DTYPES or param.device.type != "cpu" or param.numel() == 0
+        if param in self._shards or unfit:
             return
-        self.shard_all(but_of=module)
+        if not _fills_a_gap(module, name, param):
+            self.shard_all(but_of=module)
         if id(param) not in self._whole and param not in self._shards:  # one that is tied was known before
             self._names[param] = f"{type(module).__name__}.{name}"
+            self._order[param] = (number, name)
             self._whole[id(param)] = (param, module)
+
+    def _number_of(self, module: torch.nn.Module) -> int:
+        if module not in self._numbers:
+            self._numbers[module] = next(self._next_number)
+        number: int = self._numbers[module]
+        return number
 
     def shard_all(self, *, but_of: torch.nn.Module | None = None, used: set[int] | None = None) -> None:
         """Shards what is whole, except the parameters of one module and those whose storage is in use."""
-        for param, module in list(self._whole.values()):
+        for param, module in sorted(self._whole.values(), key=lambda entry: self._order[entry[0]]):
             if (but_of is not None and module is but_of) or (used and param.untyped_storage()._cdata in used):
                 continue
             storage = param.untyped_storage()
@@ -139,6 +148,15 @@ class InitShards(_released.NotPickled):
     def forget(self, param: torch.nn.Parameter) -> None:
         self._shards.pop(param, None)
         self._whole.pop(id(param), None)
+
+
+def _fills_a_gap(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> bool:
+    """Whether Hugging Face's from_pretrained() makes a parameter that the checkpoint lacks.
+
+    It does so in an order that differs between ranks, so that nothing can be sharded meanwhile.
+    """
+    before = module._parameters.get(name)
+    return before is not None and before.is_meta and not getattr(param, "_is_hf_initialized", False)
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -654,6 +654,24 @@ def test_init_of_a_parameter_tied_right_after_it_was_written(world_size):
 
 
 @pytest.mark.ranks(2)
+def test_init_of_parameters_that_ranks_make_in_different_orders(world_size):
+    """As Hugging Face does with those that a checkpoint lacks, in place of meta parameters."""
+    rank = _comm.world().rank
+    with zero.Init():
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 3), nn.Linear(8, 5), nn.Linear(8, 3))
+        for layer in (model[0], model[1], model[2]) if rank == 0 else (model[2], model[0], model[1]):
+            layer.weight = nn.Parameter(torch.empty(layer.weight.shape))
+            layer.bias = nn.Parameter(torch.empty(layer.bias.shape))
+        for index, layer in enumerate(model):
+            nn.init.constant_(layer.weight, index + 10 * rank)
+            nn.init.constant_(layer.bias, index + 0.5)
+    with zero.GatheredParameters(model):
+        for index, layer in enumerate(model):
+            assert (layer.weight == index).all() and (layer.bias == index + 0.5).all()
+
+
+@pytest.mark.ranks(2)
 def test_a_model_can_be_wrapped_again_after_close(world_size):
     first = build()
     train(first, 2)
