@@ -91,6 +91,8 @@ class InitShards(_released.NotPickled):
                 values = values.contiguous()
             if self._dtype is not None:
                 values = values.to(self._dtype)
+            if self.comm.rank > 0 and not values.untyped_storage().resizable():
+                values = values.clone()  # what is received must not go into the memory of others: a mapped file
             broadcast([values], self.comm, f"shard parameter {self._names[param]}")
             flat = values.as_strided((values.numel(),), (1,))
             numel = self._shard_numel(param)

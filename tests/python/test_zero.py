@@ -672,6 +672,19 @@ def test_init_of_parameters_that_ranks_make_in_different_orders(world_size):
 
 
 @pytest.mark.ranks(2)
+def test_init_does_not_write_to_memory_that_is_not_torchs_own(world_size):
+    """Weights from a mapped file: what is written there would stay in memory until the file is closed."""
+    rank = _comm.world().rank
+    memory = bytearray([rank]) * 256
+    with zero.Init():
+        layer = nn.Linear(8, 8)
+        layer.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32).view(8, 8))
+    assert memory == bytearray([rank]) * 256
+    with zero.GatheredParameters(layer):
+        assert (layer.weight == 0).all()
+
+
+@pytest.mark.ranks(2)
 def test_a_model_can_be_wrapped_again_after_close(world_size):
     first = build()
     train(first, 2)
