@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from zerocore import _core, _released, _tensor
 from zerocore._params import broadcast
+from zerocore.errors import ConfigError
 
 _WAY_OUT = (
     "Outside `with zerocore.zero.Init():` read or write it inside `with zerocore.zero.GatheredParameters([parameter], "
@@ -49,6 +51,7 @@ class InitShards(_released.NotPickled):
         self._order: MutableMapping[torch.Tensor, tuple[int, str]] = WeakTensorKeyDictionary()  # the same on all ranks
         self._numbers: Any = WeakIdKeyDictionary()  # of modules, in order of construction
         self._next_number = itertools.count()
+        self._thread = threading.current_thread()
         # Whole at the moment, each with the module that is being constructed around it, if any.
         self._whole: dict[int, tuple[torch.nn.Parameter, torch.nn.Module | None]] = {}
 
@@ -60,6 +63,7 @@ class InitShards(_released.NotPickled):
         unfit = param.dtype not in _tensor.DTYPES or param.device.type != "cpu" or param.numel() == 0
         if param in self._shards or unfit:
             return
+        self._check_thread(f"got parameter {name} of a {type(module).__name__}")
         if not _fills_a_gap(module, name, param):
             self.shard_all(but_of=module)
         if id(param) not in self._whole and param not in self._shards:  # one that is tied was known before
@@ -72,6 +76,15 @@ class InitShards(_released.NotPickled):
             self._numbers[module] = next(self._next_number)
         number: int = self._numbers[module]
         return number
+
+    def _check_thread(self, got: str) -> None:
+        thread = threading.current_thread()
+        if self.is_open and thread is not self._thread:
+            raise ConfigError(
+                f"[zero] Init: {got} in thread {thread.name}, expected all of them in {self._thread.name}, which "
+                "opened the block: ranks must shard and gather in one order. Build and load the model in that thread; "
+                "for Hugging Face unset HF_ENABLE_PARALLEL_LOADING."
+            )
 
     def shard_all(self, *, but_of: torch.nn.Module | None = None, used: set[int] | None = None) -> None:
         """Shards what is whole, except the parameters of one module and those whose storage is in use."""
@@ -134,6 +147,7 @@ class InitShards(_released.NotPickled):
         if not self.is_open:
             raise _released.refuse(given, operation, _WAY_OUT)
         wanted = _released.released_in(given)
+        self._check_thread(f"got {operation} of {wanted[0]!r}")
         used = {t.untyped_storage()._cdata for t in _plain_tensors(given)}
         self.shard_all(used=used)
         for param in wanted:

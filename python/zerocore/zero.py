@@ -6,6 +6,7 @@ Everything here is collective unless it says otherwise: all ranks call it alike.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,8 @@ from zerocore.errors import ConfigError, Error
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+
 _external: Any = WeakIdKeyDictionary()  # module -> parameters that it uses without holding them
 
 
@@ -33,6 +36,9 @@ class Init:
     tensors and draw the same random numbers as without Init; rank 0's values count. Values are at hand, parameter by
     parameter, while the block is open; after it only in an engine or inside GatheredParameters.
 
+    Hugging Face's from_config() and from_pretrained() work inside; weights are then read and sharded one by one. What
+    they build is built in this thread only.
+
     Args:
         module: an existing model, to be sharded right away.
         config_dict_or_path, config: a configuration, DeepSpeed's or native; with a ZeRO stage below 3 nothing is done.
@@ -42,7 +48,7 @@ class Init:
         comm: a communicator over all ranks of the job; by default the one of the process.
 
     Raises:
-        ConfigError: a block inside another, or an engine built inside it.
+        ConfigError: a block inside another, an engine built inside it, or a module constructed in another thread.
         CommError: ranks construct different modules.
     """
 
@@ -95,6 +101,9 @@ class Init:
             _torch_module.register_module_parameter_registration_hook(on_parameter),
             _torch_module.register_module_module_registration_hook(on_module),
         ]
+        # Else Hugging Face's threads read files ahead without a bound.
+        self._reads_ahead = _ONE_BY_ONE not in os.environ
+        os.environ.setdefault(_ONE_BY_ONE, "1")
         _init.open_inits.append(self)
         self._direct.__enter__()
         return self
@@ -107,6 +116,8 @@ class Init:
         for handle in self._handles:
             handle.remove()
         self._direct.__exit__(None, None, None)
+        if self._reads_ahead:
+            os.environ.pop(_ONE_BY_ONE, None)
         _init.open_inits.remove(self)
         self._shards.is_open = False
         if kind is None:  # else other ranks may be elsewhere

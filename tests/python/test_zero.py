@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 
 import pytest
@@ -682,6 +683,40 @@ def test_init_does_not_write_to_memory_that_is_not_torchs_own(world_size):
     assert memory == bytearray([rank]) * 256
     with zero.GatheredParameters(layer):
         assert (layer.weight == 0).all()
+
+
+def test_init_serves_one_thread():
+    def elsewhere(act):
+        caught = []
+
+        def run():
+            try:
+                act()
+            except ConfigError as error:
+                caught.append(str(error))
+
+        thread = threading.Thread(target=run, name="loader")
+        thread.start()
+        thread.join()
+        return caught[0]
+
+    with zero.Init():
+        model = Blocks()
+        built = elsewhere(lambda: nn.Linear(2, 2))
+        used = elsewhere(lambda: model.blocks[0][0].weight.sum())
+    assert "got parameter weight of a Linear in thread loader, expected all of them in MainThread" in built
+    assert "got sum() of released parameter Linear.weight" in used and "in thread loader" in used
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_init_lets_weights_be_read_one_by_one(value, monkeypatch):
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    with zero.Init():
+        assert os.environ[name] == (value or "1")
+    assert os.environ.get(name) == value
 
 
 @pytest.mark.ranks(2)
