@@ -3,7 +3,8 @@
 What to gather, keep and release, and when, is decided in the core (cpp/zc/zero/param_gatherer.h). Here are the
 storages, and the hooks that tell the core where the model is:
 
-  forward    a unit's pre-hook and hook enclose each call
+  forward    a unit's pre-hook and hook enclose each call. Modules that hold parameters of a unit around other units
+             have such hooks, too, for calls from outside of that unit's forward (generate() calls an encoder by itself)
   backward   a hook on each output tells when the backward reaches the unit. A parameter that autograd has saved is
              gathered, too, when the backward asks for it, by whatever way it got there (an output in a container of
              somebody's own, a tensor stored on the side)
@@ -67,6 +68,7 @@ class _UnitState:
     Attributes:
         flats: one 1-D tensor a bucket, in the dtype of computation; its storage is empty while the unit is released.
         params: with their names; data is a view of a flat.
+        calls: open calls of its module.
         whole: the parameters may be used.
         versions: of the parameters when they became whole.
     """
@@ -74,8 +76,24 @@ class _UnitState:
     name: str
     flats: dict[int, torch.Tensor]
     params: list[tuple[str, torch.nn.Parameter]] = dataclasses.field(default_factory=list)
+    calls: int = 0
     whole: bool = False
     versions: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Call:
+    """An open call of a module.
+
+    Attributes:
+        training: a backward will follow.
+        first_nr: the number that autograd gives to the first node of the call.
+        saving: the hooks on saved tensors, where they are ours.
+    """
+
+    training: bool
+    first_nr: int
+    saving: Any = None
 
 
 class UnitGatherer(_released.NotPickled):
@@ -89,6 +107,7 @@ class UnitGatherer(_released.NotPickled):
     def __init__(self, core: _core.StepEngine, units: list[Unit]) -> None:
         self._core = core
         self.comm = core.gather_comm
+        self._specs = units
         self._units: list[_UnitState] = []
         self._unit_of_param: dict[int, int] = {}
         self._unit_of_storage: dict[int, int] = {}
@@ -126,6 +145,20 @@ class UnitGatherer(_released.NotPickled):
         del state.params[at]
         if state.whole:
             del state.versions[at]
+
+    def finish(self) -> None:
+        """All parameters are adopted."""
+        for unit, module in self._called_from_outside():
+            self._hook(unit, module)
+
+    def _called_from_outside(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Modules that hold parameters of a unit around other units, each with that unit."""
+        around = {unit.parent for unit in self._specs}
+        for module in self._specs[0].module.modules() if self._specs else ():
+            holds = {self._unit_of_param.get(id(param)) for param in module.parameters(recurse=False)}
+            for unit in sorted(unit for unit in holds if unit is not None and unit in around):
+                if self._specs[unit].module is not module:
+                    yield unit, module
 
     def name_of(self, param: torch.nn.Parameter) -> str:
         state = self._units[self._unit_of_param[id(param)]]
@@ -238,33 +271,39 @@ class UnitGatherer(_released.NotPickled):
     # Hooks
 
     def _hook(self, unit: int, module: torch.nn.Module) -> None:
-        training: list[bool] = []  # of the open calls
-        begun: list[int] = []
-        saving: list[Any] = []
+        """Gathers the unit for each call of its module, or of one in it that is called from outside."""
+        state = self._units[unit]
+        is_units = module is self._specs[unit].module
+        calls: list[_Call | None] = []  # open; None: inside of one of the unit
 
         @_not_compiled
         def before(module: torch.nn.Module, args: Any) -> None:
+            if state.calls > 0 and not is_units:
+                calls.append(None)
+                return
             in_backward = torch._C._current_graph_task_id() != -1
-            training.append(torch.is_grad_enabled())
-            begun.append(torch._C._autograd._get_sequence_nr())
-            saving.append(None)
+            call = _Call(training=torch.is_grad_enabled(), first_nr=torch._C._autograd._get_sequence_nr())
+            calls.append(call)
+            state.calls += 1
             which = _core.Pass.backward if in_backward else _core.Pass.forward
-            self._carry_out(self._core.enter_unit(unit, which, training[-1]))
+            self._carry_out(self._core.enter_unit(unit, which, call.training))
             self._bring(unit)
-            if training[-1] and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-                saving[-1] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-                saving[-1].__enter__()
+            if call.training and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                call.saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                call.saving.__enter__()
 
         @_not_compiled
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            hooks = saving.pop()
-            if hooks is not None:
-                hooks.__exit__()
-            was_training, first_nr = training.pop(), begun.pop()
+            call = calls.pop()
+            if call is None:
+                return output
+            state.calls -= 1
+            if call.saving is not None:
+                call.saving.__exit__()
             output = self._own_outputs(unit, output)
-            if was_training:
-                self._watch(unit, output, first_nr)
-            self._carry_out(self._core.leave_unit(unit, was_training))
+            if call.training:
+                self._watch(unit, output, call.first_nr)
+            self._carry_out(self._core.leave_unit(unit, call.training))
             return output
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))

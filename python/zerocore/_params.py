@@ -114,6 +114,7 @@ class ModelParams(_released.NotPickled):
             bucket, offset = self._core.location(index)
             self._in_bucket[bucket].append(index)
             self._move(index, param, unit_of.get(id(param), -1), bucket, offset)
+        self.gatherer.finish()
         self._core.allocate_states()
         free = _memory.free_bytes(ranks=comm.size)
         if free is not None:

@@ -259,6 +259,35 @@ def test_several_forwards_before_one_backward_and_backwards_of_one_graph():
     check_against_stage_2(Blocks, step, steps=6)
 
 
+def test_modules_called_outside_of_the_models_forward():
+    """Their parameters are the model's own unit's, since another module uses them too."""
+
+    class Tied(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.head.weight = self.embed.weight
+            self.norm = nn.LayerNorm(64)
+
+        def encode(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.norm(x)
+
+        def forward(self, tokens):
+            return self.head(self.encode(tokens)).square().mean()
+
+    def step(engine, index):
+        model = engine.module
+        with torch.no_grad():
+            assert torch.equal(model.head(model.encode(TOKENS)).square().mean(), engine(TOKENS))
+        loss = model.encode(TOKENS).square().mean() if index % 2 else model.head(model.encode(TOKENS)).square().mean()
+        engine.backward(loss)
+
+    check_against_stage_2(Tied, step)
+    check_against_stage_2(Tied, step, prefetch_numel=1 << 30)
+
+
 def test_evaluation_between_forward_and_backward():
     def step(engine, index):
         loss = engine(TOKENS)
