@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -202,6 +203,7 @@ def _checkpoint(
     module: Any,
     settings: ActivationCheckpointingConfig,
 ) -> Any:
+    args, kwargs = _without_caches(args, kwargs)
     tensors, rebuild = _split((args, kwargs))
     calls = 0
 
@@ -216,6 +218,31 @@ def _checkpoint(
         if settings.reentrant:
             return _reentrant(run, tensors)
         return _torch_checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without Hugging Face's key-value caches, into which the recomputation would write a second time."""
+    module = sys.modules.get("transformers.cache_utils")
+    cls = getattr(module, "Cache", ())
+    caches = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
+    if not caches:
+        return args, kwargs
+    for cache in caches:
+        with contextlib.suppress(ValueError):  # of a model without attention
+            if cache.get_seq_length() > 0:
+                raise UnsupportedError(
+                    f"[checkpointing] a checkpointed forward was given a key-value cache: got a {type(cache).__name__} "
+                    f"of {cache.get_seq_length()} tokens, expected none or an empty one, since recomputation would "
+                    "write into it again. Train without it, or with activation checkpointing off."
+                )
+    _warn_once(
+        "[checkpointing] use_cache: key-value caches are left empty while activations are checkpointed, since "
+        "recomputation would write into them again. Pass use_cache=False to the model in training."
+    )
+    if "use_cache" in kwargs:
+        kwargs = kwargs | {"use_cache": False}
+    args = tuple(None if isinstance(each, cls) else each for each in args)
+    return args, {name: None if isinstance(each, cls) else each for name, each in kwargs.items()}
 
 
 def _reentrant(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
