@@ -302,8 +302,9 @@ class Engine(torch.nn.Module):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds, by name.
 
-        parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: gradient buckets and
-        receive buffers. gathered_parameters: at this moment. frozen_parameters, buffers: what is not trained.
+        parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: receive buffers and,
+        from the backward's first reduction to the micro-step's end, gradient buckets, at most. gathered_parameters: at
+        this moment. frozen_parameters, buffers: what is not trained.
         """
         report = self._params.memory_report()
         held = {id(p) for p in self._params.params}

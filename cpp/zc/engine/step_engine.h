@@ -47,8 +47,7 @@ class StepEngine {
   StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device& device, std::vector<zero::ParamSpec> params,
              std::vector<optim::Hyper> groups, const Options& options);
 
-  // Allocates accumulators, optimizer state and the gradient pool, so that what the parameters came from can be freed
-  // before.
+  // Allocates accumulators and optimizer state, so that what the parameters came from can be freed before.
   void allocate_states();
 
   // Where a parameter without a unit lies: `memory` (kept alive by whoever wraps it) and the byte offset in it.
@@ -104,7 +103,7 @@ class StepEngine {
   // Drops what was folded since the last step.
   void zero_grad();
 
-  // Bytes held, by name: parameters, gradient_accumulator, master_weights, optimizer_state, pool.
+  // Bytes held, by name: parameters, gradient_accumulator, master_weights, optimizer_state; pool: at most.
   std::map<std::string, std::int64_t> memory_report() const;
 
   // Updates made to each parameter.

@@ -39,7 +39,6 @@ GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Devic
   }
   if (comm_->size() > 1) {
     pool_.resize(std::min(order_.size(), static_cast<std::size_t>(num_buffers)));
-    for (Buffer& buffer : pool_) buffer.memory = comm_->allocate(largest);
     pool_bytes_ = largest * static_cast<std::int64_t>(pool_.size());
   }
   expected_.resize(num_params);
@@ -110,6 +109,10 @@ std::vector<int> GradReducer::end_micro_step() {
   again.erase(std::unique(again.begin(), again.end()), again.end());
   for (int bucket : again) launch(bucket, true);
   if (recording_) agree_on_record();
+  for (Buffer& buffer : pool_) {
+    buffer.memory.reset();
+    buffer.bytes = 0;
+  }
   recording_ = !late.empty();
   open_ = false;
   return late;
@@ -137,6 +140,11 @@ void GradReducer::launch(int bucket, bool late_only) {
     buffer = &pool_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % pool_.size();
     buffer->work.wait();
+    const std::int64_t bytes = layout.numel * size_bytes(dtype_);
+    if (buffer->bytes < bytes) {
+      *buffer = {};  // frees the old memory first
+      *buffer = {comm_->allocate(bytes), bytes, {}};
+    }
     staging = {buffer->memory.get(), layout.numel, dtype_, device_.id()};
   }
   for (const Placement& placement : layout.placements) {

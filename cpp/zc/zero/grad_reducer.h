@@ -35,12 +35,14 @@ class GradReducer {
  public:
   // buckets: of `layout`, with grad_shard set where they are trainable; must outlive the reducer. dtype: what gradients
   // are rounded to on their way. num_buffers: bucket buffers in the pool; one is filled while the others are in flight.
+  // They take memory from the first launch of a micro-step until its end, since a forward needs the most without them.
   // With one rank there is no pool: gradients are folded from where they lie. owner: keeps the accumulators' memory
   // alive; every reduction in flight holds it. peers_may_wait: see above.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
               std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
               bool peers_may_wait);
 
+  // At most.
   std::int64_t pool_bytes() const { return pool_bytes_; }
 
   // The gradients that this rank may hold while it records. It need not be the same on all ranks.
@@ -85,8 +87,9 @@ class GradReducer {
   std::vector<std::string> labels_;
 
   struct Buffer {
-    Memory memory;
-    comm::Work work;
+    Memory memory{};  // from a launch to the end of the micro-step, or of the work that keeps it
+    std::int64_t bytes = 0;
+    comm::Work work{};
   };
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;
