@@ -799,6 +799,7 @@ NUM_BLOCKS = 96
 psi = NUM_BLOCKS * 512 * 512
 warm = nn.Linear(64, 64)
 warm(torch.ones(1, 64)).sum().backward()
+torch.optim.SGD(warm.parameters())  # imports torch's compiler
 limit = int(data() + 16 * psi / 1.5)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 if sys.argv[1] == "whole":
