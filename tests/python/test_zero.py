@@ -177,7 +177,8 @@ def check_against_stage_2(make_model, step=None, steps=3, **keys):
     assert hashes[0] == hashes[1]
 
 
-def test_outputs_on_the_side_gather_in_the_backward():
+@pytest.mark.ranks(1, 2)
+def test_outputs_on_the_side_gather_in_the_backward(world_size):
     """Tensors that leave a module by other ways than its output reach its parameters in the backward all the same."""
 
     class Opaque:
@@ -209,7 +210,8 @@ def test_outputs_on_the_side_gather_in_the_backward():
     check_against_stage_2(make_model)
 
 
-def test_a_view_of_a_parameter_as_output():
+@pytest.mark.ranks(1, 2)
+def test_a_view_of_a_parameter_as_output(world_size):
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -230,7 +232,8 @@ def test_a_view_of_a_parameter_as_output():
     check_against_stage_2(Model)
 
 
-def test_modules_used_twice_not_at_all_and_forward_only():
+@pytest.mark.ranks(1, 2)
+def test_modules_used_twice_not_at_all_and_forward_only(world_size):
     class Model(Blocks):
         def forward(self, tokens):
             x = self.embed(tokens)
@@ -243,7 +246,8 @@ def test_modules_used_twice_not_at_all_and_forward_only():
     check_against_stage_2(Model)
 
 
-def test_several_forwards_before_one_backward_and_backwards_of_one_graph():
+@pytest.mark.ranks(1, 2)
+def test_several_forwards_before_one_backward_and_backwards_of_one_graph(world_size):
     def step(engine, index):
         if index == 0:
             engine.backward(engine(TOKENS) + engine(TOKENS.flip(0)))
@@ -259,7 +263,8 @@ def test_several_forwards_before_one_backward_and_backwards_of_one_graph():
     check_against_stage_2(Blocks, step, steps=6)
 
 
-def test_modules_called_outside_of_the_models_forward():
+@pytest.mark.ranks(1, 2)
+def test_modules_called_outside_of_the_models_forward(world_size):
     """Their parameters are the model's own unit's, since another module uses them too."""
 
     class Tied(Blocks):
@@ -288,7 +293,8 @@ def test_modules_called_outside_of_the_models_forward():
     check_against_stage_2(Tied, step, prefetch_numel=1 << 30)
 
 
-def test_evaluation_between_forward_and_backward():
+@pytest.mark.ranks(1, 2)
+def test_evaluation_between_forward_and_backward(world_size):
     def step(engine, index):
         loss = engine(TOKENS)
         engine.eval()
@@ -300,7 +306,8 @@ def test_evaluation_between_forward_and_backward():
     check_against_stage_2(Blocks, step)
 
 
-def test_plain_loss_backward_and_a_parameter_modified_behind_the_graph():
+@pytest.mark.ranks(1, 2)
+def test_plain_loss_backward_and_a_parameter_modified_behind_the_graph(world_size):
     def step(engine, index):
         engine(TOKENS).backward()
 
@@ -314,7 +321,8 @@ def test_plain_loss_backward_and_a_parameter_modified_behind_the_graph():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_users_own_checkpointing(reentrant):
+@pytest.mark.ranks(1, 2)
+def test_the_users_own_checkpointing(reentrant, world_size):
     from torch.utils.checkpoint import checkpoint
 
     class Model(Blocks):
@@ -331,6 +339,7 @@ def test_the_users_own_checkpointing(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.ranks(1, 2)
 def test_tensors_that_pass_through_checkpointed_units(reentrant):
     """T5's blocks hand on what the first has computed: its gradient is complete in the first one's backward."""
     from torch.utils.checkpoint import checkpoint
