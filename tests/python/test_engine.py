@@ -9,6 +9,7 @@ import pytest
 import torch
 import zerocore
 from one_weight import config, one_weight, train
+from zerocore.config import LossScaleConfig, OptimizerConfig, PrecisionConfig
 from zerocore.errors import ConfigError, Error, NonFiniteError, UnsupportedError
 
 # Accumulation
@@ -264,6 +265,20 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_holds_the_scheduler(cap
     assert not engine.was_step_applied()
     assert engine.get_lr() == lr
     assert "step 0: gradients are not finite" in caplog.text and "weight" in caplog.text
+    half_step(engine, 1.0)
+    assert engine.was_step_applied()
+
+
+def test_clamp_goes_on_at_the_smallest_loss_scale(caplog):
+    rule = LossScaleConfig(initial_scale_power=1, hysteresis=1, min_scale=1.0)
+    precision = PrecisionConfig(dtype="fp16", loss_scale=rule, on_nonfinite="clamp")
+    settings = zerocore.Config(micro_batch_size=1, optimizer=OptimizerConfig(type="sgd"), precision=precision)
+    engine = zerocore.Engine(one_weight(), settings)
+    before = engine.module.weight.item()
+    for _ in range(3):
+        half_step(engine, math.inf)
+    assert (engine.loss_scale, engine.skipped_steps, engine.module.weight.item()) == (1, 3, before)
+    assert caplog.text.count("weight") >= 3
     half_step(engine, 1.0)
     assert engine.was_step_applied()
 
