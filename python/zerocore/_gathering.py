@@ -189,6 +189,7 @@ class UnitGatherer(_released.NotPickled):
     def refresh_param(self, param: torch.nn.Parameter) -> None:
         """The kept values of a parameter that is whole have changed: it is gathered again. Collective."""
         unit = self._unit_of_param[id(param)]
+        self._units[unit].whole = False
         self._start(unit)
         self._bring(unit)
 
@@ -242,11 +243,12 @@ class UnitGatherer(_released.NotPickled):
 
     def _bring(self, unit: int) -> None:
         state = self._units[unit]
+        if state.whole:
+            return
         self._core.wait_unit(unit)
-        if not state.whole:
-            for _, param in state.params:
-                _released.mark_whole(param)
-            state.whole = True
+        for _, param in state.params:
+            _released.mark_whole(param)
+        state.whole = True
         state.versions = [param._version for _, param in state.params]
 
     def _empty(self, state: _UnitState) -> None:

@@ -161,6 +161,21 @@ def test_writing_to_a_gathered_parameter_is_found():
         engine(TOKENS)
 
 
+def test_a_write_to_a_parameter_that_is_kept_is_found_at_the_latest_in_the_step():
+    engine = build(max_reuse_numel=1 << 30)
+    loss = engine(TOKENS)
+    with torch.no_grad():
+        engine.module.head.weight.add_(1)
+    engine.eval()
+    with torch.no_grad():
+        engine(TOKENS)  # brings the unit once more, which is no reason to forget
+    engine.train()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    with pytest.raises(Error, match=r"parameter head\.weight was written to while it was gathered"):
+        engine._params.gatherer.invalidate()
+
+
 # Modules and graphs of all kinds
 
 
