@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zerocore import _core
 from zerocore._hooks import ModuleHook
-from zerocore._params import broadcast
+from zerocore._other_state import broadcast
 from zerocore.errors import UnsupportedError
 
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")

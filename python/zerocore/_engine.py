@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zerocore import _comm, _core, _data, _init, _optimizer, checkpointing, schedulers, zero
+from zerocore import _comm, _core, _data, _init, _memory, _optimizer, checkpointing, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
-from zerocore._params import DTYPES, ModelParams, broadcast, share_other_state
+from zerocore._other_state import broadcast, share_other_state
+from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
 from zerocore._units import Unit, choose_units
 from zerocore.config import Config, PrecisionConfig, as_config
@@ -102,7 +103,7 @@ class Engine(torch.nn.Module):
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
         units = self._choose_units()
-        with _init.direct_allocations():
+        with _memory.direct_allocations():
             self._params = ModelParams(
                 model,
                 self._optimizer,
@@ -114,7 +115,7 @@ class Engine(torch.nn.Module):
             )
             precision = self.config.precision
             dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
-            share_other_state(model, self._params, self.comm, dtypes)
+            share_other_state(model, self._params.params, self.comm, dtypes)
         self._statistics.attach()
         self.global_steps = 0
         self.skipped_steps = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +73,6 @@ class _UnitState:
         versions: of the parameters when they became whole.
     """
 
-    name: str
     flats: dict[int, torch.Tensor]
     params: list[tuple[str, torch.nn.Parameter]] = dataclasses.field(default_factory=list)
     calls: int = 0
@@ -112,14 +111,14 @@ class UnitGatherer(_released.NotPickled):
         self._unit_of_param: dict[int, int] = {}
         self._unit_of_storage: dict[int, int] = {}
         self._shrunk = 0
-        for index, unit in enumerate(units):
+        for index in range(len(units)):
             flats = {}
             for bucket, numel, dtype in core.unit_buckets(index):
                 flat = torch.empty(numel, dtype=_tensor.TORCH_DTYPES[dtype])
                 flat.untyped_storage().resize_(0)
                 self._unit_of_storage[flat.untyped_storage()._cdata] = index
                 flats[bucket] = flat
-            self._units.append(_UnitState(unit.name, flats))
+            self._units.append(_UnitState(flats))
         self._handles: list[Any] = []
         for index, unit in enumerate(units):
             self._hook(index, unit.module)
@@ -217,10 +216,16 @@ class UnitGatherer(_released.NotPickled):
             handle.remove()
         self._handles = []
 
+    def _unit_in_storage_of(self, tensor: torch.Tensor) -> int | None:
+        """The unit whose gathered parameters a tensor is, or is a view of."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+
     def _carry_out(self, plan: tuple[list[int], list[int]]) -> None:
         released, gathered = plan
         for unit in released:
-            self._empty(self._units[unit])
+            self._empty(unit)
         for unit in gathered:
             self._start(unit)
 
@@ -251,19 +256,20 @@ class UnitGatherer(_released.NotPickled):
         state.whole = True
         state.versions = [param._version for _, param in state.params]
 
-    def _empty(self, state: _UnitState) -> None:
+    def _empty(self, unit: int) -> None:
+        state = self._units[unit]
         if state.whole:
-            self._check_unwritten(state)
+            self._check_unwritten(unit)
         for _, param in state.params:
             _released.mark_released(param)
         state.whole = False
         for flat in state.flats.values():
             flat.untyped_storage().resize_(0)
 
-    def _check_unwritten(self, state: _UnitState) -> None:
-        storages = {flat.untyped_storage()._cdata for flat in state.flats.values()}
+    def _check_unwritten(self, unit: int) -> None:
+        state = self._units[unit]
         for (name, param), version in zip(state.params, state.versions, strict=True):
-            if param._version != version or param.untyped_storage()._cdata not in storages:
+            if param._version != version or self._unit_in_storage_of(param) != unit:
                 raise Error(
                     f"[zero] parameter {name} was written to while it was gathered: got a change that would be lost, "
                     "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. "
@@ -313,17 +319,12 @@ class UnitGatherer(_released.NotPickled):
 
     def _own_outputs(self, unit: int, output: Any) -> Any:
         """Replaces views of the unit's parameters by copies, since the unit is released behind them."""
-        storages = {flat.untyped_storage()._cdata for flat in self._units[unit].flats.values()}
 
         def is_ours(value: Any) -> bool:
-            return (
-                isinstance(value, torch.Tensor)
-                and not isinstance(value, torch.nn.Parameter)
-                and value.layout is torch.strided
-                and value.untyped_storage()._cdata in storages
-            )
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+            return is_plain and self._unit_in_storage_of(value) == unit
 
-        if any(is_ours(tensor) for tensor in tensors_in(output)):
+        if any(is_ours(tensor) for tensor in _tensor.tensors_in(output)):
             return _pytree.tree_map(lambda value: value.clone() if is_ours(value) else value, output)
         return output
 
@@ -337,7 +338,7 @@ class UnitGatherer(_released.NotPickled):
         def reached(grad: torch.Tensor) -> None:
             self._need(unit)
 
-        for tensor in tensors_in(output):
+        for tensor in _tensor.tensors_in(output):
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= first_nr:
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]
@@ -349,10 +350,7 @@ class UnitGatherer(_released.NotPickled):
 
     @_not_compiled
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
-        unit = None
-        if tensor.layout is torch.strided:
-            unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
-        return tensor.detach(), tensor._version, unit
+        return tensor.detach(), tensor._version, self._unit_in_storage_of(tensor)
 
     @_not_compiled
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
@@ -366,18 +364,3 @@ class UnitGatherer(_released.NotPickled):
                 f"{version}. Find it with torch.autograd.set_detect_anomaly(True)."
             )
         return tensor
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

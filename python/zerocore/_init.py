@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from zerocore import _core, _released, _tensor
-from zerocore._params import broadcast
+from zerocore._other_state import broadcast
 from zerocore.errors import ConfigError
 
 _WAY_OUT = (
@@ -23,16 +22,6 @@ _WAY_OUT = (
 _PLAIN_USES = 2  # references to a parameter's storage: its own and the one that asks
 
 open_inits: list[Any] = []  # innermost last
-
-
-@contextlib.contextmanager
-def direct_allocations() -> Iterator[None]:
-    """While a model is built: memory of tensors that are freed goes back to the system (zc/base/memory.h)."""
-    _core.begin_direct_allocations()
-    try:
-        yield
-    finally:
-        _core.end_direct_allocations()
 
 
 class InitShards(_released.NotPickled):
@@ -148,7 +137,11 @@ class InitShards(_released.NotPickled):
             raise _released.refuse(given, operation, _WAY_OUT)
         wanted = _released.released_in(given)
         self._check_thread(f"got {operation} of {wanted[0]!r}")
-        used = {t.untyped_storage()._cdata for t in _plain_tensors(given)}
+        used = {
+            tensor.untyped_storage()._cdata
+            for tensor in _tensor.tensors_in(given)
+            if not isinstance(tensor, _released.Released) and tensor.layout is torch.strided
+        }
         self.shard_all(used=used)
         for param in wanted:
             if isinstance(param, _released.Released):  # not yet, if it stands twice among them
@@ -173,15 +166,3 @@ def _fills_a_gap(module: torch.nn.Module, name: str, param: torch.nn.Parameter) 
     """
     before = module._parameters.get(name)
     return before is not None and before.is_meta and not getattr(param, "_is_hf_initialized", False)
-
-
-def _plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors among `values` that can be read, in lists and dicts too."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and not isinstance(value, _released.Released):
-            if value.layout is torch.strided:
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _plain_tensors(value)
-        elif isinstance(value, dict):
-            yield from _plain_tensors(value.values())

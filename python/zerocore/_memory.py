@@ -1,10 +1,24 @@
-"""How much host memory this process may still take."""
+"""Host memory: how it is allocated while a model is built, and how much this process may still take."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
+
+from zerocore import _core
+
+
+@contextlib.contextmanager
+def direct_allocations() -> Iterator[None]:
+    """While a model is built: memory of tensors that are freed goes back to the system (zc/base/memory.h)."""
+    _core.begin_direct_allocations()
+    try:
+        yield
+    finally:
+        _core.end_direct_allocations()
 
 
 def free_bytes(*, ranks: int) -> int | None:

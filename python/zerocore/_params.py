@@ -14,6 +14,7 @@ import torch
 from zerocore import _core, _memory, _released, _tensor
 from zerocore._gathering import UnitGatherer
 from zerocore._optimizer import Optimizer
+from zerocore._other_state import broadcast
 from zerocore._units import Unit
 from zerocore.config import ResolvedConfig, ZeroConfig
 from zerocore.errors import ConfigError, DeviceError, UnsupportedError
@@ -342,11 +343,13 @@ class ModelParams(_released.NotPickled):
                 f"[zero] {self.name_of(param)}: got values of shape {tuple(values.shape)}, expected "
                 f"{tuple(param.shape)}. Give the whole parameter's values."
             )
-        own = _tensor.shaped(torch.empty(param.numel()), param)
-        own.copy_(values)
-        self._core.write_state(self.index_of(param), kind, _tensor.view(own))
         if kind == _core.StateKind.master:
-            self._after_write(param)
+            self.load(param, values)
+            return
+        own = _tensor.shaped(torch.empty(param.numel()), param)
+        with torch.no_grad():
+            own.copy_(values)
+        self._core.write_state(self.index_of(param), kind, _tensor.view(own))
 
     def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
@@ -451,33 +454,6 @@ def whole(param: torch.nn.Parameter) -> Iterator[None]:
         home.drop_param(param)
 
 
-def share_other_state(
-    model: torch.nn.Module, params: ModelParams, comm: _core.Communicator, dtypes: list[torch.dtype]
-) -> None:
-    """Gives every rank rank 0's values of what the core does not hold: frozen parameters below stage 3, and buffers.
-
-    They are cast as the others are, to one dtype after the other; under fp32 they keep their own.
-    """
-    ours = {id(p) for p in params.params}
-    for dtype in dtypes:
-        if set(dtypes) != {torch.float32}:
-            _cast_other_state(model, ours, dtype)
-    broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
-    broadcast(list(model.buffers()), comm, "buffers")
-
-
-def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            if id(param) not in ours and param.is_floating_point():
-                param.data = param.data.to(dtype)
-        casts: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays shared
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer.is_floating_point() and buffer.dtype != dtype:
-                    module._buffers[name] = casts.setdefault(id(buffer), buffer.to(dtype))
-
-
 def _sharded(params: list[torch.nn.Parameter], zero: ZeroConfig) -> set[int]:
     """Which parameters stage 3 shards: all but the small ones, as long as these are few enough in all."""
     room = zero.persistent_total_numel
@@ -489,26 +465,6 @@ def _sharded(params: list[torch.nn.Parameter], zero: ZeroConfig) -> set[int]:
         else:
             sharded.add(id(param))
     return sharded
-
-
-def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int = 0) -> None:
-    """Replaces the values of `tensors` by those of rank `root`. Collective."""
-    if comm.size == 1:
-        return
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        dense = tensor.detach().contiguous()
-        comm.broadcast(_tensor.bytes_view(dense), root, label).wait()
-        if dense.data_ptr() == tensor.data_ptr():
-            continue
-        try:
-            tensor.detach().copy_(dense)
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"[engine] {label}: got one of shape {tuple(tensor.shape)} and strides {tensor.stride()} that cannot "
-                f"be written to ({error}). Clone it in the module."
-            ) from error
 
 
 def _groups(optimizer: Optimizer) -> dict[int, int]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from zerocore import _tensor
 from zerocore.errors import Error
 
 _READ_ATTRIBUTES = (
@@ -123,17 +123,9 @@ def _released_class(cls: type) -> type:
     return type(cls)(f"Released{cls.__name__}", (Released, cls), {"__module__": __name__, "_zc_class": cls})
 
 
-def released_in(values: Iterable[Any]) -> list[Released]:
-    """The released parameters among `values`, looking into lists, tuples and dicts."""
-    found: list[Released] = []
-    for value in values:
-        if isinstance(value, Released):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += released_in(value)
-        elif isinstance(value, dict):
-            found += released_in(value.values())
-    return found
+def released_in(values: Any) -> list[Released]:
+    """The released parameters among `values`, looking into containers."""
+    return [tensor for tensor in _tensor.tensors_in(values) if isinstance(tensor, Released)]
 
 
 def mark_released(param: torch.nn.Parameter) -> None:
@@ -148,7 +140,7 @@ def mark_whole(param: torch.nn.Parameter) -> None:
         param.__class__ = param._zc_class
 
 
-def refuse(given: Iterable[Any], operation: str, way_out: str) -> Error:
+def refuse(given: list[Any], operation: str, way_out: str) -> Error:
     """The error for a use of the released parameters among `given`."""
     param = released_in(given)[0]
     return Error(

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as _torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocore import _comm, _core, _init, _params, _released
+from zerocore import _comm, _core, _init, _memory, _other_state, _params, _released
 from zerocore.config import as_config
 from zerocore.errors import ConfigError, Error
 
@@ -68,7 +68,7 @@ class Init:
         self._comm = comm
         self._shards: _init.InitShards | None = None
         self._handles: list[Any] = []
-        self._direct = _init.direct_allocations()
+        self._direct = _memory.direct_allocations()
         if module is not None and self._enabled:
             shards = self._make_shards()
             for owner in module.modules():
@@ -221,7 +221,7 @@ class GatheredParameters:
             )
         for param, was_changed in zip(self._params, changed, strict=True):
             if was_changed:
-                _params.broadcast([param], self._comm, "changed parameter", root=root)
+                _other_state.broadcast([param], self._comm, "changed parameter", root=root)
                 owner = _params.owner_of(param)
                 if owner is not None:
                     owner.load(param, param.detach())

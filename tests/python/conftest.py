@@ -49,6 +49,17 @@ def world_size(request):
 
 
 @pytest.fixture
+def one_thread():
+    """One torch thread, since some of torch's bits depend on their number."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def mpirun(request):
     """`mpirun(n, *command, timeout=120, **env)`: runs a job of its own, for tests in which ranks fail or end early.
 

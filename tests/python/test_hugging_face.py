@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+import toy_models
 import zerocore
 from torch import nn
 from zerocore import _comm, _core, utils, zero
@@ -47,15 +48,10 @@ AUTO = {
 }
 DECODERS = ("gpt2", "llama", "t5")
 MICRO_BATCHES = 4
-SHARD_ALL = {"persistent_param_numel": 0, "unit_numel": 1000, "max_reuse_numel": 0, "prefetch_numel": 0}
+SHARD_ALL = toy_models.SHARD_ALL | {"unit_numel": 1000}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 import zerocore
 from reference import Reference
-from toy_models import MODELS, batch, make
+from toy_models import MODELS, SHARD_ALL, batch, make
 from zerocore import _comm
 from zerocore._random import named_generator
 from zerocore.config import (
@@ -28,18 +28,12 @@ OPTIMIZERS = {
     "momentum": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "dampening": 0.5},
     "nesterov": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "nesterov": True},
 }
-SHARD_ALL = {"persistent_param_numel": 0, "unit_numel": 1, "max_reuse_numel": 0, "prefetch_numel": 0}
 STEPS = 3
 SEED = 1234
 SCALE = 8.0
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def reference(

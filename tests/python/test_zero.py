@@ -11,12 +11,10 @@ import pytest
 import torch
 import zerocore
 from torch import nn
-from toy_models import batch, make
+from toy_models import SHARD_ALL, batch, make
 from zerocore import _comm, utils, zero
 from zerocore.config import OptimizerConfig, PrecisionConfig, ZeroConfig
 from zerocore.errors import CommError, ConfigError, Error
-
-SHARD_ALL = {"persistent_param_numel": 0, "unit_numel": 1, "max_reuse_numel": 0, "prefetch_numel": 0}
 
 
 class Blocks(nn.Module):

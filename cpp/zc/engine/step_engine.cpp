@@ -115,8 +115,7 @@ void StepEngine::load_param(int param, BufferView values) {
   ZC_CHECK(values.numel == spec.numel && values.dtype == (spec.trainable ? DType::kF32 : spec.dtype), kInternal,
            "[engine] parameter ", spec.name, " loaded from ", values.numel, " elements of ", name(values.dtype));
   comm_->broadcast(values, 0, "load parameter " + spec.name).wait();
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   copy_overlap(values, at.offset, bucket.params, bucket.kept_offset);
   if (spec.trainable && spec.dtype != DType::kF32) {
     copy_overlap(values, at.offset, bucket.master, bucket.owned_offset);
@@ -124,11 +123,15 @@ void StepEngine::load_param(int param, BufferView values) {
 }
 
 void StepEngine::reload_master(int param) {
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   if (bucket.params.dtype == DType::kF32) return;
   copy_overlap(bucket.params.slice(at.offset, params_[static_cast<std::size_t>(param)].numel), at.offset, bucket.master,
                bucket.owned_offset);
+}
+
+StepEngine::Place StepEngine::place(int param) const {
+  const zero::ShardLayout::Location at = layout_.location(param);
+  return {at, buckets_[static_cast<std::size_t>(at.bucket)]};
 }
 
 // Copies what two ranges of a bucket have in common, `in` from element in_offset of the bucket on, `out` from
@@ -180,8 +183,7 @@ StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) cons
 void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
   const BufferView held = state(param, kind);
   const Range range = owned_range(param, kind);
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   reducer_->wait();
   copy_overlap(held, bucket.owned_offset, out, at.offset + range.begin);
 }
@@ -189,8 +191,7 @@ void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
 void StepEngine::write_owned_state(int param, StateKind kind, BufferView values) {
   const BufferView held = state(param, kind);
   const Range range = owned_range(param, kind);
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   reducer_->wait();
   copy_overlap(values, at.offset + range.begin, held, bucket.owned_offset);
   if (kind != StateKind::kMaster) return;
@@ -201,8 +202,7 @@ void StepEngine::write_owned_state(int param, StateKind kind, BufferView values)
 
 void StepEngine::read_state(int param, StateKind kind, BufferView out) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   const BufferView held = state(param, kind);
   reducer_->wait();
   copy_overlap(held, bucket.owned_offset, out, at.offset);
@@ -220,8 +220,7 @@ void StepEngine::read_state(int param, StateKind kind, BufferView out) {
 void StepEngine::write_state(int param, StateKind kind, BufferView values) {
   if (kind == StateKind::kMaster) return load_param(param, values);
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
-  const zero::ShardLayout::Location at = layout_.location(param);
-  const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(at.bucket)];
+  const auto [at, bucket] = place(param);
   const BufferView held = state(param, kind);
   reducer_->wait();
   comm_->broadcast(values, 0, "write state of " + spec.name).wait();

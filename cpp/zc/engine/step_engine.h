@@ -110,6 +110,11 @@ class StepEngine {
   std::span<const std::int64_t> param_steps() const { return optimizer_.steps(); }
 
  private:
+  struct Place {
+    zero::ShardLayout::Location at;
+    const zero::Bucket& bucket;
+  };
+  Place place(int param) const;
   void allocate_params(int index);
   void allocate_states(int index);
   BufferView state(int param, StateKind kind) const;
