@@ -138,7 +138,7 @@ class Engine(torch.nn.Module):
         """Runs the module. In training, random numbers are drawn by name and the user's generator is left as it was."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._params.in_micro_step and self._accumulation.forward_ends_micro_step():
+        if self._params.gradients.in_micro_step and self._accumulation.forward_ends_micro_step():
             self._end_micro_step()
         if not self.module.training:
             return self.module(*args, **kwargs)
@@ -183,7 +183,7 @@ class Engine(torch.nn.Module):
             with self._params.backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
-            if self._params.took_gradients:
+            if self._params.gradients.took_any:
                 self._broken_by = f"{type(error).__name__}: {error}"
             raise
         managed = self.config.managed_gradient_accumulation
@@ -200,9 +200,9 @@ class Engine(torch.nn.Module):
             NonFiniteError: gradients are not finite and the policy is "raise", or the loss scale is exhausted.
         """
         pending = self._accumulation.micro_steps > 0 and self._accumulation.forward_ends_micro_step()
-        if not self._params.in_micro_step and not pending and not self._ended_early:
+        if not self._params.gradients.in_micro_step and not pending and not self._ended_early:
             raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
-        if self._params.in_micro_step:
+        if self._params.gradients.in_micro_step:
             self._end_micro_step()
         self._ended_early = False
         self._accumulation.decide()
@@ -256,7 +256,7 @@ class Engine(torch.nn.Module):
             ConfigError: the step's earlier micro-batches are already added up with it.
         """
         loop_drops_all = self._accumulation.loop is Loop.PER_STEP and self._accumulation.micro_steps > 0
-        if not self._params.in_micro_step and not self._ended_early and not loop_drops_all:
+        if not self._params.gradients.in_micro_step and not self._ended_early and not loop_drops_all:
             return
         earlier = self._accumulation.micro_steps - self._ended_early
         if earlier > 0 and not loop_drops_all:
@@ -265,7 +265,7 @@ class Engine(torch.nn.Module):
                 "expected one in the first, or after step(). The earlier micro-batches' gradients are already in the "
                 "same sum."
             )
-        if self._params.in_micro_step:
+        if self._params.gradients.in_micro_step:
             self._params.end_micro_step(drop=True)
             self._statistics.drop()
         self._params.zero_grad()
@@ -480,7 +480,7 @@ class Engine(torch.nn.Module):
                 "[engine] got a backward() after the gradient was read or set, which ended the micro-step, expected "
                 "step() first. Read gradients after the micro-step's last backward()."
             )
-        if not self._params.in_micro_step:
+        if not self._params.gradients.in_micro_step:
             self._had_micro_batch = self._accumulation.has_micro_batch()
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
 
@@ -502,7 +502,7 @@ class Engine(torch.nn.Module):
 
     def _end_micro_step_early(self) -> float:
         """For who reads gradients before step(): folds them all; what they are to be divided by. Collective."""
-        if self._params.in_micro_step:
+        if self._params.gradients.in_micro_step:
             self._end_micro_step()
             self._ended_early = not self._accumulation.forward_ends_micro_step()
         if self._accumulation.micro_steps == 0:

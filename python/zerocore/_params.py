@@ -1,4 +1,4 @@
-"""The parameters of an engine: their place in the core's buckets and the hooks that hand gradients over."""
+"""The parameters of an engine: their place in the core's buckets, and their state there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from zerocore import _core, _memory, _released, _tensor
 from zerocore._gathering import UnitGatherer
+from zerocore._gradients import Gradients
 from zerocore._optimizer import Optimizer
 from zerocore._other_state import broadcast
 from zerocore._units import Unit
@@ -28,7 +29,7 @@ _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
 class ModelParams(_released.NotPickled):
-    """Moves parameters into the core's buckets, and feeds it the gradients of those that are trained.
+    """Moves parameters into the core's buckets, and reads and writes them there.
 
     The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data`
     becomes a view, of a bucket where the parameter is used as it is kept, else of its unit's storage (_gathering.py).
@@ -110,11 +111,8 @@ class ModelParams(_released.NotPickled):
         self.gatherer = UnitGatherer(self._core, units)
         # Those that the model uses where they are kept, and that users may therefore write to.
         self._in_place = [i for i, p in enumerate(self.params) if id(p) not in gathered]
-        self._in_bucket: list[list[int]] = [[] for _ in range(self._core.num_buckets())]
         for index, param in enumerate(self.params):
-            bucket, offset = self._core.location(index)
-            self._in_bucket[bucket].append(index)
-            self._move(index, param, unit_of.get(id(param), -1), bucket, offset)
+            self._move(index, param, unit_of.get(id(param), -1))
         self.gatherer.finish()
         self._core.allocate_states()
         free = _memory.free_bytes(ranks=comm.size)
@@ -125,19 +123,14 @@ class ModelParams(_released.NotPickled):
         ours = {id(p) for p, trained in zip(self.params, self._is_trained, strict=True) if trained}
         self._not_trained = [(name, p) for name, p in model.named_parameters() if id(p) not in ours]
         self._told_not_trained = {name for name, p in self._not_trained if p.requires_grad}
-        # Gradients that the core points to, with their versions: kept alive until it has copied them.
-        self._held: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
-        self.in_micro_step = False
         self.closed = False
-        self._scaled = self._compute_dtype == torch.float16
-        self._in_backward = False
-        self._on_first_gradient = on_first_gradient
         self._on_read_gradient = on_read_gradient
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
-            for i, p in enumerate(self.params)
-            if self._is_trained[i]
-        ]
+        self.gradients = Gradients(
+            self._core,
+            [entry for entry, is_trained in zip(enumerate(named), self._is_trained, strict=True) if is_trained],
+            scaled=self._compute_dtype == torch.float16,
+            on_first=on_first_gradient,
+        )
         for param in self.params:
             param._zc_owner = self  # type: ignore[attr-defined]
 
@@ -150,7 +143,7 @@ class ModelParams(_released.NotPickled):
             return self._compute_dtype, self._compute_dtype  # nothing needs the other bits
         return self._dtype, self._compute_dtype
 
-    def _move(self, index: int, param: torch.nn.Parameter, unit: int, bucket: int, offset: int) -> None:
+    def _move(self, index: int, param: torch.nn.Parameter, unit: int) -> None:
         with torch.no_grad(), whole(param):
             dense = _tensor.is_dense(param)
             values = param.detach() if dense else param.detach().contiguous()
@@ -158,59 +151,28 @@ class ModelParams(_released.NotPickled):
             self._core.load_param(index, _tensor.view(values))
         param.grad = None
         if unit >= 0:
-            self.gatherer.adopt(unit, bucket, offset, self.names[index], param)
+            self.gatherer.adopt(unit, *self._core.location(index), self.names[index], param)
             return
         memory, offset_bytes = self._core.param_memory(index)
         _released.set_home(param, None)
         _released.mark_whole(param)
         param.data = _tensor.like_in_memory(memory, offset_bytes, param, self._kept[index])
 
-    def _hook(self, index: int) -> Any:
-        def on_gradient(param: torch.Tensor) -> None:
-            if self._scaled and not self._in_backward:
-                raise ConfigError(
-                    f"[engine] a gradient of {self.names[index]} arrived outside engine.backward(): under fp16 the "
-                    "loss must be scaled. Call engine.backward(loss) instead of loss.backward(); when the loss is "
-                    "another engine's, switch this one's parameters off with requires_grad_(False) meanwhile."
-                )
-            if not self.in_micro_step:
-                self._on_first_gradient()
-            self._arrived = True
-            grad = param.grad
-            assert grad is not None
-            matched = _tensor.matching(grad, param)
-            if matched is not grad:
-                param.grad = matched
-            self._held[index] = (matched, matched._version)
-            launched = self._core.ready(
-                index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype], self._in_backward
-            )
-            for bucket in launched:
-                for taken in self._in_bucket[bucket]:
-                    self.params[taken].grad = self._held[taken] = None
+    def begin_micro_step(self, *, has_micro_batch: bool) -> None:
+        self._check_homes()
+        self.gradients.begin_micro_step(has_micro_batch=has_micro_batch)
 
-        return on_gradient
+    def end_micro_step(self, *, drop: bool = False) -> None:
+        """Ends it. drop: gradients that the user has removed or changed meanwhile are no error."""
+        self.gradients.end_micro_step(drop=drop)
+        self.gatherer.end_micro_step()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Within this block gradients are the engine's: scaled, under fp16."""
-        self._in_backward = True
-        try:
+        with self.gradients.backward():
             yield
             self.gatherer.end_backward()
-        finally:
-            self._in_backward = False
-
-    @property
-    def took_gradients(self) -> bool:
-        """Whether a gradient has arrived in the open micro-step."""
-        return self.in_micro_step and self._arrived
-
-    def begin_micro_step(self, *, has_micro_batch: bool) -> None:
-        self._check_homes()
-        self._core.begin_micro_step(has_micro_batch)
-        self.in_micro_step = True
-        self._arrived = False
 
     def _check_homes(self) -> None:
         """The model and the engine must not have come apart."""
@@ -231,29 +193,6 @@ class ModelParams(_released.NotPickled):
                     "trained. Build a new engine to train it.",
                     name,
                 )
-
-    def end_micro_step(self, *, drop: bool = False) -> None:
-        """Ends it. drop: gradients that the user has removed or changed meanwhile are no error."""
-        for name, param, held in zip(self.names, self.params, self._held, strict=True):
-            if held is not None and not drop and (param.grad is not held[0] or held[0]._version != held[1]):
-                raise ConfigError(
-                    f"[engine] the gradient of {name} was removed or changed between backward() and step(): the engine "
-                    "takes gradients as they arrive, mostly before backward() returns. Drop them with "
-                    "engine.zero_grad(), and clip with gradient_clipping in the config."
-                )
-        late = self._core.end_micro_step()
-        self.gatherer.end_micro_step()
-        self.in_micro_step = False
-        for index, param in enumerate(self.params):
-            if self._is_trained[index]:
-                param.grad = self._held[index] = None
-        if late:
-            logger.warning(
-                "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one "
-                "extra round carried them. Nothing is lost; these bits depend on the number of ranks.",
-                len(late),
-                self.names[late[0]],
-            )
 
     def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
         self._check_groups()
@@ -417,9 +356,7 @@ class ModelParams(_released.NotPickled):
         return self._core
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self.gradients.close()
         self.gatherer.close()
         self.closed = True
 

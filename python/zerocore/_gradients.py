@@ -1,0 +1,124 @@
+"""Hands gradients to the core as backward produces them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zerocore import _core, _tensor
+from zerocore.errors import ConfigError
+
+logger = logging.getLogger("zerocore")
+
+
+class Gradients:
+    """Takes the gradients of parameters from backward to the core, from its construction to close().
+
+    Args:
+        trained: (the core's number, (name, parameter)) of each parameter that is trained.
+        scaled: gradients are those of a scaled loss, so that they may come from engine.backward() only.
+        on_first: called when a gradient arrives outside a micro-step; must begin one.
+    """
+
+    def __init__(
+        self,
+        core: _core.StepEngine,
+        trained: list[tuple[int, tuple[str, torch.nn.Parameter]]],
+        *,
+        scaled: bool,
+        on_first: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._names = {index: name for index, (name, _) in trained}
+        self._params = {index: param for index, (_, param) in trained}
+        self._scaled = scaled
+        self._on_first = on_first
+        self._in_bucket: dict[int, list[int]] = {}
+        for index in self._params:
+            self._in_bucket.setdefault(core.location(index)[0], []).append(index)
+        # Gradients that the core points to, with their versions: kept alive until it has copied them.
+        self._held: dict[int, tuple[torch.Tensor, int]] = {}
+        self._in_backward = False
+        self._arrived = False
+        self.in_micro_step = False
+        self._hooks: list[Any] = [
+            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, param in self._params.items()
+        ]
+
+    def _hook(self, index: int) -> Any:
+        def on_gradient(param: torch.Tensor) -> None:
+            if self._scaled and not self._in_backward:
+                raise ConfigError(
+                    f"[engine] a gradient of {self._names[index]} arrived outside engine.backward(): under fp16 the "
+                    "loss must be scaled. Call engine.backward(loss) instead of loss.backward(); when the loss is "
+                    "another engine's, switch this one's parameters off with requires_grad_(False) meanwhile."
+                )
+            if not self.in_micro_step:
+                self._on_first()
+            self._arrived = True
+            grad = param.grad
+            assert grad is not None
+            matched = _tensor.matching(grad, param)
+            if matched is not grad:
+                param.grad = matched
+            self._held[index] = (matched, matched._version)
+            launched = self._core.ready(
+                index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype], self._in_backward
+            )
+            for bucket in launched:
+                for taken in self._in_bucket[bucket]:
+                    self._params[taken].grad = None
+                    self._held.pop(taken, None)
+
+        return on_gradient
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Within this block gradients are the engine's: scaled, under fp16."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    @property
+    def took_any(self) -> bool:
+        """Whether a gradient has arrived in the open micro-step."""
+        return self.in_micro_step and self._arrived
+
+    def begin_micro_step(self, *, has_micro_batch: bool) -> None:
+        self._core.begin_micro_step(has_micro_batch)
+        self.in_micro_step = True
+        self._arrived = False
+
+    def end_micro_step(self, *, drop: bool) -> None:
+        """Ends it. drop: gradients that the user has removed or changed meanwhile are no error. Collective."""
+        for index, (grad, version) in self._held.items():
+            if not drop and (self._params[index].grad is not grad or grad._version != version):
+                raise ConfigError(
+                    f"[engine] the gradient of {self._names[index]} was removed or changed between backward() and "
+                    "step(): the engine takes gradients as they arrive, mostly before backward() returns. Drop them "
+                    "with engine.zero_grad(), and clip with gradient_clipping in the config."
+                )
+        late = self._core.end_micro_step()
+        self.in_micro_step = False
+        self._held.clear()
+        for param in self._params.values():
+            param.grad = None
+        if late:
+            logger.warning(
+                "[engine] gradients of %d parameters (first %s) arrived after their bucket had been reduced: one "
+                "extra round carried them. Nothing is lost; these bits depend on the number of ranks.",
+                len(late),
+                self._names[late[0]],
+            )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
