@@ -34,6 +34,21 @@ def test_import_is_quick_and_has_no_side_effects():
     assert float(out) < 0.3
 
 
+def test_what_needs_no_torch_imports_none():
+    """The launcher, its channel and the checkpoint tools start on every rank, or on machines without torch's memory."""
+    out = run(
+        """
+        import sys, time
+        start = time.process_time()
+        import zerocore
+        print(time.process_time() - start)
+        import zerocore._comm, zerocore._core, zerocore._departure, zerocore._launch, zerocore.config, zerocore.errors
+        assert not any(name.split(".")[0] in ("torch", "numpy", "mpi4py") for name in sys.modules)
+        """
+    ).stdout
+    assert float(out) < 0.3
+
+
 def test_the_whole_package_loads_quickly_too():
     """CPU seconds, so that a busy machine does not count; `Engine` loads everything."""
     out = run(
