@@ -185,12 +185,15 @@ class UnitGatherer(_released.NotPickled):
     def unit_of(self, param: torch.nn.Parameter) -> int | None:
         return self._unit_of_param.get(id(param))
 
-    def refresh_param(self, param: torch.nn.Parameter) -> None:
-        """The kept values of a parameter that is whole have changed: it is gathered again. Collective."""
-        unit = self._unit_of_param[id(param)]
-        self._units[unit].whole = False
-        self._start(unit)
-        self._bring(unit)
+    def write_gathered(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """The kept values of a parameter that is whole have changed: it follows. The rest of its unit is left alone,
+        since somebody may be writing to that.
+        """
+        with torch.no_grad():
+            param.copy_(values)
+        state = self._units[self._unit_of_param[id(param)]]
+        at = next(i for i, (_, each) in enumerate(state.params) if each is param)
+        state.versions[at] = param._version
 
     def end_backward(self) -> None:
         self._carry_out(self._core.end_backward())

@@ -338,15 +338,17 @@ class ModelParams(_released.NotPickled):
         with torch.no_grad():
             own.copy_(values)
         self._core.load_param(index, _tensor.view(own))
-        self._after_write(param)
+        self._after_write(param, own)
 
-    def _after_write(self, param: torch.nn.Parameter) -> None:
-        """The core has changed what it keeps of a parameter."""
+    def _after_write(self, param: torch.nn.Parameter, values: torch.Tensor | None = None) -> None:
+        """The core has changed what it keeps of a parameter. values: all of it, unrounded. Collective without."""
         torch.autograd.graph.increment_version([param])
-        if self.index_of(param) in self._versions:
-            self._versions[self.index_of(param)] = param._version
+        index = self.index_of(param)
+        if index in self._versions:
+            self._versions[index] = param._version
         elif not isinstance(param, _released.Released):
-            self.gatherer.refresh_param(param)
+            whole = self.read_state(param, _core.StateKind.master) if values is None else values
+            self.gatherer.write_gathered(param, whole.to(self._kept[index]))
 
     def memory_report(self) -> dict[str, int]:
         return dict(self._core.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}

@@ -533,6 +533,25 @@ def test_gathered_parameters_takes_over_the_modifier_ranks_values(stage, root, w
     train(engine)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gathered_parameters_takes_over_all_parameters_of_a_unit(stage, world_size):
+    """Taking over one of them must not touch the others, which are still to be taken over."""
+    engine = build(stage=stage)
+    twice = {name: 2 * value for name, value in engine.state_dict().items()}
+    with engine.unsharded(modifier_rank=0):
+        engine.module.load_state_dict(twice)
+    assert all(torch.equal(value, twice[name]) for name, value in engine.state_dict().items())
+    first, second = list(engine.module.parameters())[:2]
+    with engine.unsharded(modifier_rank=0):
+        if engine.rank == 0:
+            nn.init.constant_(first, 3.0)
+        utils.safe_set_full_fp32_param(second, torch.full_like(second, 4.0))
+        assert second.eq(4).all()
+    with engine.unsharded():
+        assert first.eq(3).all() and second.eq(4).all()
+
+
 @pytest.mark.ranks(2)
 def test_gathered_parameters_with_other_lists_or_changes_elsewhere(world_size):
     engine = build()
