@@ -4,5 +4,6 @@
 
 void bind_errors(pybind11::module_& m);
 void bind_base(pybind11::module_& m);
+void bind_ckpt(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);

@@ -15,6 +15,8 @@ const char* class_name(zc::ErrorKind kind) {
       return "CommError";
     case zc::ErrorKind::kIo:
       return "IoError";
+    case zc::ErrorKind::kCheckpoint:
+      return "CheckpointError";
     case zc::ErrorKind::kDevice:
       return "DeviceError";
     case zc::ErrorKind::kUnsupported:
@@ -36,7 +38,11 @@ py::object text(const char* message) {
 void translate(const zc::Error& error) {
   const py::object type = py::module_::import("zerocore.errors").attr(class_name(error.kind()));
   if (error.kind() == zc::ErrorKind::kIo) {
-    PyErr_SetObject(type.ptr(), type(error.errno_value(), text(error.what())).ptr());
+    py::object path = py::none();
+    if (!error.path().empty()) {
+      path = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(error.path().c_str()));
+    }
+    PyErr_SetObject(type.ptr(), type(error.errno_value(), text(error.what()), path).ptr());
   } else {
     PyErr_SetObject(type.ptr(), type(text(error.what())).ptr());
   }
@@ -44,7 +50,7 @@ void translate(const zc::Error& error) {
 
 }  // namespace
 
-// zc::Error arrives in Python as the class of zerocore.errors for its kind; IoError carries errno.
+// zc::Error arrives in Python as the class of zerocore.errors for its kind; IoError carries errno and filename.
 void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {

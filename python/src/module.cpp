@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "C++ core of zerocore. Internal: use the zerocore package.";
   bind_errors(m);
   bind_base(m);
+  bind_ckpt(m);
   bind_comm(m);
   bind_engine(m);
 }

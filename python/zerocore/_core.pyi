@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from os import PathLike
+from pathlib import Path
 from typing import SupportsFloat, SupportsIndex, final, overload
 
 class DType(Enum):
@@ -209,3 +211,47 @@ def exact_mean(comm: Communicator, value: SupportsFloat, counts: bool) -> float:
 def end_process_without_finalize() -> None: ...
 def begin_direct_allocations() -> None: ...
 def end_direct_allocations() -> None: ...
+
+@final
+class HugeBuffer:
+    def __init__(self, bytes: SupportsIndex) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def write_file(
+    path: str | PathLike[str],
+    segments: Sequence[tuple[SupportsIndex, SupportsIndex]],
+    *,
+    hash: SupportsIndex,
+    chunk_bytes: SupportsIndex = ...,
+    num_threads: SupportsIndex = ...,
+) -> list[int]: ...
+def read_ranges(
+    path: str | PathLike[str],
+    file_bytes: SupportsIndex,
+    hashes: Sequence[SupportsIndex],
+    ranges: Sequence[tuple[SupportsIndex, SupportsIndex, SupportsIndex]],
+    *,
+    hash: SupportsIndex,
+    chunk_bytes: SupportsIndex = ...,
+    num_threads: SupportsIndex = ...,
+) -> None: ...
+def verify_file(
+    path: str | PathLike[str],
+    file_bytes: SupportsIndex,
+    hashes: Sequence[SupportsIndex],
+    *,
+    hash: SupportsIndex,
+    chunk_bytes: SupportsIndex = ...,
+    num_threads: SupportsIndex = ...,
+) -> None: ...
+def copy_segments(
+    segments: Sequence[tuple[SupportsIndex, SupportsIndex]], to: SupportsIndex, *, num_threads: SupportsIndex = ...
+) -> None: ...
+def write_new_file(path: str | PathLike[str], data: bytes) -> None: ...
+def replace_file(path: str | PathLike[str], data: bytes) -> None: ...
+def sync_folder(path: str | PathLike[str]) -> None: ...
+def commit_folder(source: str | PathLike[str], to: str | PathLike[str]) -> Path | None: ...

@@ -17,7 +17,15 @@ class CommError(Error):
 
 
 class IoError(OSError, Error):
-    """Reading or writing failed; `errno` says why."""
+    """Reading or writing failed; `errno` says why, `filename` where."""
+
+    def __str__(self) -> str:
+        """The message alone: OSError's would say number and name once more."""
+        return self.strerror if isinstance(self.strerror, str) else super().__str__()
+
+
+class CheckpointError(Error):
+    """A checkpoint, or a part of it, that is missing, damaged, or not what was asked for."""
 
 
 class DeviceError(Error):

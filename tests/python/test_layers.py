@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "cpp" / "zc"
-LAYERS = ["base", "math", "device", "comm", "optim", "zero", "engine"]
+LAYERS = ["base", "math", "device", "comm", "io", "optim", "zero", "ckpt", "engine"]
 
 PLUGIN = CORE / "comm" / "mpi_plugin.cpp"
 PLUGIN_API = CORE / "comm" / "mpi_plugin_api.h"

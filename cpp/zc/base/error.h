@@ -6,22 +6,25 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace zc {
 
-enum class ErrorKind { kConfig, kComm, kIo, kDevice, kUnsupported, kNonFinite, kInternal };
+enum class ErrorKind { kConfig, kComm, kIo, kCheckpoint, kDevice, kUnsupported, kNonFinite, kInternal };
 
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, const std::string& message, int errno_value = 0)
-      : std::runtime_error(message), kind_(kind), errno_value_(errno_value) {}
+  Error(ErrorKind kind, const std::string& message, int errno_value = 0, std::string path = {})
+      : std::runtime_error(message), kind_(kind), errno_value_(errno_value), path_(std::move(path)) {}
 
   ErrorKind kind() const { return kind_; }
-  int errno_value() const { return errno_value_; }  // 0 when no system call failed
+  int errno_value() const { return errno_value_; }   // 0 when no system call failed
+  const std::string& path() const { return path_; }  // of the file that a call failed on, else empty
 
  private:
   ErrorKind kind_;
   int errno_value_;
+  std::string path_;
 };
 
 template <class... Parts>

@@ -3,6 +3,7 @@
 #include <malloc.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -39,15 +40,21 @@ std::byte* map_huge(std::size_t size) {
 
 }  // namespace
 
+Memory allocate_pages(std::int64_t bytes) {
+  ZC_CHECK(bytes >= 0, kInternal, "[base] allocation of ", bytes, " bytes");
+  const std::size_t size = std::max<std::size_t>((static_cast<std::size_t>(bytes) + kPage - 1) / kPage, 1) * kPage;
+  std::byte* data = map_huge(size);
+  if (data == nullptr) fail_no_memory(bytes);
+  return Memory(data, [size](std::byte* p) { munmap(p, size); });
+}
+
 Memory allocate_host(std::int64_t bytes) {
   ZC_CHECK(bytes >= 0, kInternal, "[base] allocation of ", bytes, " bytes");
   const auto wanted = static_cast<std::size_t>(bytes);
   if (wanted >= kHugePage) {
-    const std::size_t size = (wanted + kPage - 1) / kPage * kPage;
-    std::byte* data = map_huge(size);
-    if (data == nullptr) fail_no_memory(bytes);
-    std::memset(data, 0, size);
-    return Memory(data, [size](std::byte* p) { munmap(p, size); });
+    Memory memory = allocate_pages(bytes);
+    std::memset(memory.get(), 0, wanted);  // now, not in the first step
+    return memory;
   }
   constexpr std::size_t kAlignment = 64;
   const std::size_t size = (wanted + kAlignment - 1) / kAlignment * kAlignment;

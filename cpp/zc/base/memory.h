@@ -13,6 +13,10 @@ using Memory = std::shared_ptr<std::byte[]>;
 // Zeroed, aligned to 64 bytes; from 2 MiB on to huge pages. Throws kDevice when the system has no memory left.
 Memory allocate_host(std::int64_t bytes);
 
+// Zeroed, aligned to 4096 bytes; from 2 MiB on to huge pages. The system gives pages when they are first touched, so
+// memory may run out then. Throws kDevice when not even the addresses are left.
+Memory allocate_pages(std::int64_t bytes);
+
 // Between begin and end the C library takes large allocations (of any library in the process) straight from the system
 // and gives them back when they are freed. While a model is built, tensors of many sizes come and go between small
 // objects that stay; in the C library's heap they would leave holes as large as the model. In training the heap is
