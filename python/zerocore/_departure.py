@@ -12,6 +12,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from zerocore import _channel
 from zerocore._launch import find_launch
 from zerocore.errors import ConfigError
 
@@ -33,8 +34,10 @@ class Departure:
         atexit.register(self._at_exit)
 
     def _on_exception(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        self._previous_hook(kind, value, traceback)
-        if os.getpid() == self._pid:
+        mine = os.getpid() == self._pid
+        if not (mine and _channel.report_exception(value)):  # else the launcher shows it, the job's first one first
+            self._previous_hook(kind, value, traceback)
+        if mine:
             self._announce_exception(value)
 
     def _announce_exception(self, value: BaseException) -> None:
