@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerocore import _departure
+from zerocore import _channel, _departure
 
 if TYPE_CHECKING:
     from zerocore import checkpointing, errors, utils, zero
@@ -65,4 +65,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+_channel.write_whole_lines()
 _departure.watch()

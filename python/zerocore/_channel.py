@@ -12,9 +12,11 @@ No torch is imported here, nor any other part of zerocore that needs it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -98,6 +100,14 @@ def report_exception(value: BaseException) -> bool:
         text=" ".join(str(value).split())[:TEXT_LIMIT],
         traceback="".join(traceback.format_exception(value))[-TEXT_LIMIT:],
     )
+
+
+def write_whole_lines() -> None:
+    """Under the launcher, output of Python goes out line by line, so that the lines of different ranks stay apart."""
+    if LAUNCHER in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _is_another_process() -> bool:

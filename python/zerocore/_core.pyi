@@ -6,6 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex, final, overload
 
+compiler: str
+
 class DType(Enum):
     fp32 = ...
     fp16 = ...

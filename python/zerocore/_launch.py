@@ -27,10 +27,29 @@ _LAUNCHERS = (
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 
 
+# Launchers that bring no MPI: their rank, and how many processes they started. A Slurm batch script is a task of its
+# own; only the tasks of a step, which srun starts, have SLURM_STEP_NUM_TASKS.
+_OTHERS = (
+    ("torchrun or the like", "RANK", "WORLD_SIZE", "`zerocore --num-ranks {n} script.py`"),
+    (
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "`srun --mpi=pmix python script.py` or `srun --mpi=pmi2 ...`, whichever `srun --mpi=list` has and the MPI "
+        "library speaks, or `mpirun -n {n} python script.py` inside the allocation",
+    ),
+)
+
+
 def rank_of(env: Mapping[str, str]) -> int:
     """This process's rank as far as its environment says; 0 without a launcher."""
-    names = (*(rank_name for _, rank_name, _ in _LAUNCHERS), "RANK")
-    return next((int(env[name]) for name in names if name in env), 0)
+    for _, rank_name, _ in _LAUNCHERS:
+        if rank_name in env:
+            return int(env[rank_name])
+    for _, rank_name, size_name, _ in _OTHERS:
+        if rank_name in env and size_name in env:
+            return int(env[rank_name])
+    return 0
 
 
 def find_launch(env: Mapping[str, str]) -> Launch | None:
@@ -40,16 +59,18 @@ def find_launch(env: Mapping[str, str]) -> Launch | None:
         env: the process's environment.
 
     Raises:
-        ConfigError: a launcher that brings no MPI (torchrun, deepspeed) started several processes.
+        ConfigError: a launcher that brings no MPI (torchrun, deepspeed, srun without --mpi) started several processes.
     """
     for launcher, rank_name, size_name in _LAUNCHERS:
         if rank_name in env:
             size = int(env[size_name]) if size_name and size_name in env else None
             local_rank = next((int(env[name]) for name in _LOCAL_RANKS if name in env), None)
             return Launch(launcher=launcher, size=size, local_rank=local_rank)
-    if env.get("RANK") and int(env.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(
-            f"[comm] this job was not started by an MPI launcher: got WORLD_SIZE={env['WORLD_SIZE']} from torchrun or "
-            f"the like, expected mpirun. Start it as `mpirun -n {env['WORLD_SIZE']} python ...`."
-        )
+    for launcher, rank_name, size_name, way_out in _OTHERS:
+        size_text = env.get(size_name) or "1"
+        if env.get(rank_name) and int(size_text) > 1:
+            raise ConfigError(
+                f"[comm] this job was not started by an MPI launcher: got {size_name}={size_text} and no MPI rank from "
+                f"{launcher}, expected mpirun or its like. Start it as {way_out.format(n=size_text)}."
+            )
     return None

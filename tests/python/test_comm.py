@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from zerocore import _comm, _core
-from zerocore._launch import find_launch
+from zerocore._launch import find_launch, rank_of
 from zerocore.errors import ConfigError, Error
 
 BF16_ONE, BF16_SMALL = 0x3F80, 0x3A80  # 1 and 2^-10
@@ -214,8 +214,27 @@ def test_launchers_are_told_apart(env, launcher, size, local_rank):
 
 def test_a_launcher_without_mpi_is_refused():
     assert find_launch({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    with pytest.raises(ConfigError, match=r"got WORLD_SIZE=4 from torchrun or the like, expected mpirun"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got WORLD_SIZE=4 and no MPI rank from torchrun or the like, .* `zerocore --num-ranks 4 script.py`",
+    ):
         find_launch({"RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_slurm_without_mpi():
+    batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert find_launch(batch_script) is None
+    assert rank_of(batch_script) == 0
+    task = {**batch_script, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    with pytest.raises(
+        ConfigError, match=r"SLURM_STEP_NUM_TASKS=4 and no MPI rank from srun, .* `srun --mpi=pmix python"
+    ):
+        find_launch(task)
+    assert rank_of(task) == 3
+    under_pmix = {**task, "PMIX_RANK": "2"}
+    assert find_launch(under_pmix).launcher == "a PMIx launcher (srun --mpi=pmix)"
+    assert rank_of(under_pmix) == 2
+    assert rank_of({"RANK": "1", "WORLD_SIZE": "2"}) == 1
 
 
 def test_launcher_and_library_of_different_families():

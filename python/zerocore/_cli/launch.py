@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.description = (
         "Starts a Python script on N ranks, through the mpirun of the MPI library that mpi4py uses; on one rank "
-        "without MPI. The first failure is shown first; its exit code is this command's. SIGTERM or Ctrl-C asks the ranks to "
-        "finish their step, save and end; a second one ends them now."
+        "without MPI. The first failure is shown first; its exit code is this command's. SIGTERM or Ctrl-C asks the "
+        "ranks to finish their step, save and end; a second one ends them now."
     )
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--num_ranks", "--num-ranks", type=_positive, metavar="N", help="ranks to start (default: 1)")

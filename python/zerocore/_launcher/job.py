@@ -140,7 +140,7 @@ class Job:
         self._outcome = Outcome()
         self._first: Failure | None = None
         self._obeyed = 0  # signals
-        self._server = Server(wakeup=signals.wakeup)
+        self._server = Server(ranks=ranks, wakeup=signals.wakeup)
         shim = [sys.executable, str(Path(__file__).with_name("shim.py")), *command]
         environment = {**env, LAUNCHER: self._server.address}
         if mpirun is not None:
@@ -296,6 +296,7 @@ class Job:
                 self._take(event)
 
     def _end_mpirun(self) -> None:
+        processes.end_descendants(keep=self._process.pid)  # what scripts left behind: mpirun waits for its output
         failed = any(rank.code != 0 for rank in self._ranks.values())
         if failed and self._mpirun is not None and self._mpirun.family == "openmpi":
             # A script that ended without MPI_Finalize makes it say so at length, unless it is asked to end.

@@ -36,23 +36,27 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def end_descendants(timeout_s: float = 2.0) -> None:
-    """Kills all processes that this one started, directly or not, and that are still there."""
+def end_descendants(*, keep: int | None = None, timeout_s: float = 2.0) -> None:
+    """Kills all processes that this one started, directly or not, and that are still there.
+
+    Args:
+        keep: a process that is spared with all that it has started.
+        timeout_s: how long to wait for their end.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = _descendants(os.getpid())
+        found = _descendants(os.getpid(), keep)
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         if not found:
             return
         time.sleep(0.01)
 
 
-def _descendants(root: int) -> list[int]:
+def _descendants(root: int, keep: int | None) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -60,7 +64,7 @@ def _descendants(root: int) -> list[int]:
             children.setdefault(parent, []).append(int(path.parent.name))
     found, pending = [], [root]
     while pending:
-        below = children.get(pending.pop(), [])
+        below = [pid for pid in children.get(pending.pop(), []) if pid != keep]
         found += below
         pending += below
     return found

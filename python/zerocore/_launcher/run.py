@@ -7,9 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zerocore._launch import find_launch
 from zerocore._launcher.job import Failure, Job, Outcome, Signals
 from zerocore._launcher.mpi import find_mpirun
 from zerocore._launcher.restarts import Restarts
+from zerocore.errors import ConfigError
 
 RESTART = "ZC_RESTART"  # for scripts: how often the job has been started again
 LINES = 8  # of what the other ranks say
@@ -31,8 +33,9 @@ def launch(options: Options, env: Mapping[str, str] = os.environ) -> int:
     """Runs a job to its end, restarts included. Returns the exit code for the shell.
 
     Raises:
-        ConfigError: there is no MPI for a job of several ranks.
+        ConfigError: there is no MPI for a job of several ranks, or this process is itself a rank of a job.
     """
+    _refuse_to_be_a_rank(env)
     mpirun = find_mpirun() if options.ranks > 1 else None
     environment = dict(env)
     if mpirun is not None:
@@ -67,6 +70,19 @@ def launch(options: Options, env: Mapping[str, str] = os.environ) -> int:
         without = f", without {_ranks(outcome.dead)} that died" if outcome.dead else ""
         say(f"{decision.reason}: {decision.ranks} ranks{without}{newest.describe()}")
         ranks = decision.ranks
+
+
+def _refuse_to_be_a_rank(env: Mapping[str, str]) -> None:
+    try:
+        launched = find_launch(env)
+        is_rank = launched is not None and launched.size != 1
+    except ConfigError:  # of torchrun or srun
+        is_rank = True
+    if is_rank:
+        raise ConfigError(
+            "[launch] zerocore starts the ranks itself: got this command in a process that a launcher of parallel jobs "
+            "started as one of several, expected it once. Start the script without it: `mpirun -n N python script.py`."
+        )
 
 
 class Newest:

@@ -37,11 +37,13 @@ class Server:
     """Listens for the shims and ranks of one run of a job.
 
     Args:
+        ranks: of the run.
         host: the address to listen at, which the ranks must reach. Ranks of this machine only reach the default.
         wakeup: a socket whose input ends a poll() early.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", wakeup: socket.socket | None = None) -> None:
+    def __init__(self, *, ranks: int, host: str = "127.0.0.1", wakeup: socket.socket | None = None) -> None:
+        self._ranks = ranks
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
@@ -103,7 +105,7 @@ class Server:
         *lines, peer.received = (peer.received + data).split(b"\n")
         try:
             events = [event for line in lines if (event := self._understand(peer, line)) is not None]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError):
             data, events = b"", []  # a stranger
         if not data or len(peer.received) > LINE_LIMIT:
             events += self._drop(peer)
@@ -114,7 +116,7 @@ class Server:
         if peer.rank is None:
             if not secrets.compare_digest(str(message["token"]), self._token):
                 raise ValueError("wrong token")
-            peer.rank, peer.role = int(message["rank"]), str(message["role"])
+            peer.rank, peer.role = range(self._ranks)[int(message["rank"])], str(message["role"])
             if peer.role == "shim":
                 self._shims[peer.rank] = peer
             return None

@@ -7,6 +7,7 @@ The shim ends when the launcher says so. If the launcher is gone, it ends the sc
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -19,8 +20,6 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     # A rank is the first process of a job that imports zerocore, and the shim is none: see zerocore._departure.
     os.environ["ZC_RANK_PROCESS"] = "none"
-
-import json
 
 from zerocore._channel import LAUNCHER, Reporter
 from zerocore._launch import rank_of
