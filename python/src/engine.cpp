@@ -49,9 +49,41 @@ void bind_loss_scaler(py::module_& m) {
            py::kw_only(), py::arg("dynamic"), py::arg("initial_scale"), py::arg("window"), py::arg("hysteresis"),
            py::arg("consecutive_hysteresis"), py::arg("min_scale"))
       .def_property_readonly("scale", [](const LossScaler& self) { return self.state.scale; })
+      .def_property(
+          "state",
+          [](const LossScaler& self) {
+            const auto& s = self.state;
+            return std::tuple(s.scale, s.iteration, s.last_overflow, s.hysteresis);
+          },
+          [](LossScaler& self, std::tuple<double, std::int64_t, std::int64_t, std::int64_t> s) {
+            self.state = {std::get<0>(s), std::get<1>(s), std::get<2>(s), std::get<3>(s)};
+          },
+          "All that changes: (scale, iteration, last overflow, overflows left until the scale halves).")
       .def(
           "update", [](LossScaler& self, bool overflow) { return zc::math::update(self.rule, self.state, overflow); },
           "Moves past one step. False: an overflow at the minimum scale.");
+}
+
+// What checkpoints need: ranges are (begin, end), memory is (address, bytes).
+void bind_checkpoint(py::class_<StepEngine>& engine) {
+  const auto pair = [](StepEngine::Range range) { return std::pair(range.begin, range.end); };
+  const auto memory = [](zc::BufferView view) {
+    return std::pair(reinterpret_cast<std::uintptr_t>(view.data), view.bytes());
+  };
+  engine.def("saved_range", [pair](const StepEngine& self, int param) { return pair(self.saved_range(param)); })
+      .def("loaded_range", [pair](const StepEngine& self, int param) { return pair(self.loaded_range(param)); })
+      .def("state_memory", [memory](const StepEngine& self, int param, StateKind kind, std::int64_t begin,
+                                    std::int64_t end) { return memory(self.state_memory(param, kind, {begin, end})); })
+      .def("kept_memory", [memory](const StepEngine& self, int param, std::int64_t begin,
+                                   std::int64_t end) { return memory(self.kept_memory(param, {begin, end})); })
+      .def("param_steps",
+           [](const StepEngine& self) {
+             const auto steps = self.param_steps();
+             return std::vector<std::int64_t>(steps.begin(), steps.end());
+           })
+      .def(
+          "set_loaded", [](StepEngine& self, const std::vector<std::int64_t>& steps) { self.set_loaded(steps); },
+          NoGil());
 }
 
 // The gatherer's calls, with its plans as (units to release, units to gather).
@@ -121,6 +153,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("skipped", [](const zc::engine::StepResult& r) { return r.scalars.skip != 0; })
       .def_property_readonly("grad_norm", [](const zc::engine::StepResult& r) { return r.scalars.grad_norm; })
       .def_property_readonly("clip", [](const zc::engine::StepResult& r) { return r.scalars.clip; })
+      .def_readonly("stop", &zc::engine::StepResult::stop)
       .def_readonly("nonfinite", &zc::engine::StepResult::nonfinite);
 
   py::enum_<StateKind>(m, "StateKind")
@@ -197,9 +230,10 @@ void bind_engine(py::module_& m) {
       .def(
           "step",
           [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm,
-             std::uint32_t settings) { return self.step(groups, divisor, max_norm, settings); },
+             std::uint32_t settings, bool stop) { return self.step(groups, divisor, max_norm, settings, stop); },
           NoGil())
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report);
+  bind_checkpoint(engine);
   bind_gatherer(engine);
 }

@@ -17,9 +17,11 @@ from zerocore import _comm, _core, _data, _init, _memory, _optimizer, checkpoint
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
+from zerocore._checkpoint import Checkpoints, Loaded
 from zerocore._other_state import broadcast, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
+from zerocore._restore import What
 from zerocore._units import Unit, choose_units
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
@@ -126,7 +128,8 @@ class Engine(torch.nn.Module):
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._grad_norm: GradNorm | None = None
         self._applied = False
-        self._broken_by: str | None = None
+        self._broken_by: str | None = None  # what has left the state in parts
+        self._checkpoints = Checkpoints(self)
         self._undo_checkpointing: Callable[[], None] = lambda: None
         if self.config.activation_checkpointing.enabled:
             self._undo_checkpointing = checkpointing.apply(units, self.config.activation_checkpointing)
@@ -184,7 +187,10 @@ class Engine(torch.nn.Module):
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
             if self._params.gradients.took_any:
-                self._broken_by = f"{type(error).__name__}: {error}"
+                self._broken_by = (
+                    f"an earlier backward() failed ({type(error).__name__}: {error}) and the gradients of its "
+                    "micro-batch are partly in, on this rank only"
+                )
             raise
         managed = self.config.managed_gradient_accumulation
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
@@ -211,7 +217,9 @@ class Engine(torch.nn.Module):
             return
         scale = 1.0 if self._scaler is None else self._scaler.scale
         divisor = self._accumulation.divisor() * scale
-        result = self._params.step(divisor=divisor, max_norm=self.config.gradient_clipping)
+        result = self._params.step(
+            divisor=divisor, max_norm=self.config.gradient_clipping, stop=self._checkpoints.stop_asked
+        )
         broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
         self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
         self._accumulation.reset()
@@ -238,6 +246,8 @@ class Engine(torch.nn.Module):
                 result.grad_norm,
                 self.skipped_steps,
             )
+        if result.stop:
+            self._checkpoints.stop()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the user says which `step()` updates; a forward after a backward begins a new micro-step."""
@@ -305,7 +315,8 @@ class Engine(torch.nn.Module):
 
         parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: receive buffers and,
         from the backward's first reduction to the micro-step's end, gradient buckets, at most. gathered_parameters: at
-        this moment. frozen_parameters, buffers: what is not trained.
+        this moment. frozen_parameters, buffers: what is not trained. checkpoint_snapshot: kept by
+        checkpoint.async_save.
         """
         report = self._params.memory_report()
         held = {id(p) for p in self._params.params}
@@ -313,6 +324,7 @@ class Engine(torch.nn.Module):
         return report | {
             "frozen_parameters": report.get("frozen_parameters", 0) + others,
             "buffers": sum(b.numel() * b.element_size() for b in self.module.buffers()),
+            "checkpoint_snapshot": self._checkpoints.snapshot_bytes(),
         }
 
     def comm_report(self) -> dict[str, dict[str, int]]:
@@ -401,6 +413,143 @@ class Engine(torch.nn.Module):
                 self._params.load(target, state_dict[name])
         return _IncompatibleKeys(missing, unexpected)
 
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> str:
+        """Saves all that resuming needs to `save_dir/tag`, which then exists whole or not at all. Collective.
+
+        It loads on any number of ranks and in any stage. With `checkpoint.async_save` it returns when the state is
+        copied, and a thread writes; its failure is raised by the next save, `wait_for_checkpoint()` or `close()`.
+        docs/checkpoints.md has the format.
+
+        Args:
+            save_dir: a folder that all ranks see; made if need be.
+            tag: the checkpoint's folder in it; by default global_step<N>. One that stands already is replaced.
+            client_state: what the user wants back from load_checkpoint(): JSON types and tensors. Rank 0's counts.
+            save_latest: let the file `save_dir/latest` name this checkpoint.
+            exclude_frozen_parameters: leave out what is not trained; for adapters on a model that is kept elsewhere.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ConfigError: in the middle of a step, or with a client state of other types.
+            IoError: on every rank, when one of them could not write: errno says why. What was saved before stands,
+                and training can go on.
+        """
+        if self._params.gradients.in_micro_step or self._accumulation.micro_steps > 0:
+            raise ConfigError(
+                f"[ckpt] save_checkpoint: got a call with gradients of {self._accumulation.micro_steps} micro-steps "
+                "pending, expected one right after a step() that updates. Save on an accumulation boundary."
+            )
+        self._check_whole()
+        path = self._checkpoints.save(
+            save_dir,
+            tag=tag,
+            client_state={} if client_state is None else client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return str(path)
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits until the last save_checkpoint() is on disk. Collective.
+
+        Raises:
+            IoError: it could not be written.
+        """
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        strict: bool = False,
+    ) -> Loaded:
+        """Loads a checkpoint, saved on any number of ranks and in any stage. Collective.
+
+        Each rank reads what it keeps; all that is read is checked. Without a tag it is the one that `load_dir/latest`
+        names, or the newest; one that is damaged is named in a warning and the one before it is loaded. What is in the
+        checkpoint or the model but not in both is listed in a warning.
+
+        Args:
+            tag: load this one and no other.
+            load_module_strict: parameters or buffers that are missing, unexpected or of another shape are an error.
+            load_optimizer_states: moments, step counts, hyperparameters and loss scale too.
+            load_lr_scheduler_states: the scheduler too.
+            load_module_only: parameters and buffers only: no counters, optimizer, scheduler, data position.
+            custom_load_fn: called as custom_load_fn(src=state dict, dst=module) to load the parameters, on all ranks,
+                the model whole; rank 0's values count.
+            strict: anything that is damaged or not loaded is an error.
+
+        Returns:
+            (folder of the checkpoint, client state); (None, None) where there is no checkpoint.
+
+        Raises:
+            CheckpointError: it is damaged; or all are.
+            ConfigError: it does not fit the model.
+            IoError: reading failed.
+        """
+        if self._params.gradients.in_micro_step:
+            raise ConfigError(
+                "[ckpt] load_checkpoint: got a call between backward() and step(), expected one outside of a "
+                "micro-step. Call zero_grad() or step() first."
+            )
+        what = What(
+            module_strict=load_module_strict,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            scheduler_states=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+            custom_load_fn=custom_load_fn,
+            strict=strict,
+        )
+        loaded = self._checkpoints.load(load_dir, tag=tag, what=what)
+        if loaded.path is None and self.rank == 0:
+            logger.warning("[ckpt] load_checkpoint: got no checkpoint in %s, nothing was loaded.", load_dir)
+        return loaded
+
+    def resume(
+        self, dir: str | os.PathLike[str], *, client_state: Callable[[], dict[str, Any]] | None = None
+    ) -> Loaded:
+        """Goes on from the newest whole checkpoint in `dir`, or starts afresh where there is none. Collective.
+
+        From then on SIGTERM, to any rank, ends the job well: the step is finished, a checkpoint is saved to `dir`, and
+        every rank exits with code 0.
+
+        Args:
+            dir: where the job saves its checkpoints.
+            client_state: called for the client state of a checkpoint that is saved because of SIGTERM.
+
+        Returns:
+            As load_checkpoint(); (None, None) at a fresh start.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is whole.
+            ConfigError: the checkpoint does not fit the model.
+        """
+        what = What(
+            module_strict=True,
+            optimizer_states=True,
+            scheduler_states=True,
+            counters=True,
+            custom_load_fn=None,
+            strict=False,
+        )
+        return self._checkpoints.resume(dir, what=what, client_state=client_state)
+
     # Settings
 
     @property
@@ -451,10 +600,14 @@ class Engine(torch.nn.Module):
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent.
 
         In stage 3 they stay sharded: zero.GatheredParameters reads them, and another engine may take the model over.
+
+        Raises:
+            IoError: the last checkpoint could not be written.
         """
         self._undo_checkpointing()
         self._params.close()
         self._statistics.close()
+        self._checkpoints.close()
 
     destroy = close
 
@@ -484,12 +637,20 @@ class Engine(torch.nn.Module):
             self._had_micro_batch = self._accumulation.has_micro_batch()
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
 
+    def _settle(self) -> None:
+        """After a load: a step begins."""
+        self._broken_by = None
+        self._accumulation.reset()
+        self._ended_early = False
+        self._forwards = 0
+        self._losses = []
+        self.comm.set_activity(f"step {self.global_steps}")
+
     def _check_whole(self) -> None:
         if self._broken_by is not None:
             raise Error(
-                f"[engine] an earlier backward() failed ({self._broken_by}): the gradients of its micro-batch are "
-                f"partly in, on this rank "
-                "only. Build a new engine, from a checkpoint or the model as it was."
+                f"[engine] this engine's state is not whole: {self._broken_by}. Build a new engine, and load a "
+                "checkpoint into it."
             )
 
     def _end_micro_step(self) -> None:

@@ -186,8 +186,9 @@ class UnitGatherer(_released.NotPickled):
         return self._unit_of_param.get(id(param))
 
     def write_gathered(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """The kept values of a parameter that is whole have changed: it follows. The rest of its unit is left alone,
-        since somebody may be writing to that.
+        """What is kept of a parameter that is whole has changed: it follows.
+
+        The rest of its unit is left alone, since somebody may be writing to that.
         """
         with torch.no_grad():
             param.copy_(values)

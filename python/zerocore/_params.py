@@ -73,6 +73,7 @@ class ModelParams(_released.NotPickled):
         self.params = [p for _, p in named]
         self._index_of = {id(p): index for index, p in enumerate(self.params)}
         self._is_trained = [id(p) in group_of for p in self.params]
+        self._groups = [group_of.get(id(p)) for p in self.params]
         self._kept, self._used = zip(*map(self._dtypes, self.params), strict=True)
         sharded = _sharded(self.params, config.zero) if shards else set()
         casts = {id(p) for p, kept, used in zip(self.params, self._kept, self._used, strict=True) if kept != used}
@@ -194,11 +195,11 @@ class ModelParams(_released.NotPickled):
                     name,
                 )
 
-    def step(self, *, divisor: float, max_norm: float) -> StepOutcome:
+    def step(self, *, divisor: float, max_norm: float, stop: bool) -> StepOutcome:
         self._check_groups()
         written = self._reload_masters()
         self.gatherer.invalidate()
-        result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()))
+        result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()), stop)
         if not result.skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
@@ -320,6 +321,34 @@ class ModelParams(_released.NotPickled):
             )
         return kinds[key]
 
+    # Checkpoints
+
+    def find(self, param: torch.Tensor) -> int | None:
+        """The core's number of a parameter; None where the core does not hold it."""
+        return self._index_of.get(id(param))
+
+    def kept_dtype(self, index: int) -> torch.dtype:
+        kept: torch.dtype = self._kept[index]
+        return kept
+
+    def group_of(self, index: int) -> int | None:
+        return self._groups[index]
+
+    def state_parts(self) -> dict[str, _core.StateKind]:
+        """What the core keeps of each trained parameter in fp32, by name: the master and the optimizer's states."""
+        names = self._optimizer.state_names
+        return {"master": _core.StateKind.master, **dict(zip(names, _STATES, strict=False))}
+
+    def begin_load(self) -> None:
+        """The core's memory is about to be written to: what was gathered from it is stale. Local."""
+        self.gatherer.invalidate()
+
+    def end_load(self, steps: list[int]) -> None:
+        """All masters have been written to; parameters follow them. steps: updates of each parameter. Collective."""
+        self._core.set_loaded(steps)
+        torch.autograd.graph.increment_version(self.params)
+        self._versions = {i: self.params[i]._version for i in self._in_place}
+
     def gradient_divisor(self) -> float:
         """Ends the open micro-step; what the folded gradients are to be divided by. Collective."""
         return self._on_read_gradient()
@@ -364,10 +393,14 @@ class ModelParams(_released.NotPickled):
 
 
 class StepOutcome:
-    """What an optimizer step did; `grad_norm` is before clipping by `clip`, `nonfinite` names parameters."""
+    """What an optimizer step did.
+
+    `grad_norm` is before clipping by `clip`, `nonfinite` names parameters, `stop`: a rank asked to stop after it.
+    """
 
     def __init__(self, result: _core.StepResult, nonfinite: list[str]) -> None:
         self.skipped: bool = result.skipped
+        self.stop: bool = result.stop
         self.grad_norm: float = result.grad_norm
         self.clip: float = result.clip
         self.nonfinite = nonfinite

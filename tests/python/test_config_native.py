@@ -84,6 +84,8 @@ def test_the_keys_are_these():
         "activation_checkpointing.reentrant",
         "activation_checkpointing.cpu_checkpointing",
         "activation_checkpointing.partition_activations",
+        "checkpoint.async_save",
+        "checkpoint.keep_last",
         "comm.timeout_ms",
         "data.shuffle",
         "data.drop_last",

@@ -229,12 +229,46 @@ void StepEngine::write_state(int param, StateKind kind, BufferView values) {
                shard_only ? bucket.shard_offset : bucket.owned_offset);
 }
 
+// --- Checkpoints
+
+StepEngine::Range StepEngine::loaded_range(int param) const {
+  const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(layout_.location(param).bucket)];
+  if (layout.trainable) return range_of(param, comm_->rank(), StateKind::kMaster);
+  if (layout.sharded) return saved_range(param);
+  return {0, params_[static_cast<std::size_t>(param)].numel};
+}
+
+BufferView StepEngine::state_memory(int param, StateKind kind, Range range) const {
+  const BufferView held = state(param, kind);
+  if (range.begin == range.end) return {nullptr, 0, held.dtype, held.device};  // it may lie anywhere
+  const auto [at, bucket] = place(param);
+  return held.slice(at.offset + range.begin - bucket.owned_offset, range.end - range.begin);
+}
+
+BufferView StepEngine::kept_memory(int param, Range range) const {
+  const auto [at, bucket] = place(param);
+  if (range.begin == range.end) return {nullptr, 0, bucket.params.dtype, bucket.params.device};
+  return bucket.params.slice(at.offset + range.begin - bucket.kept_offset, range.end - range.begin);
+}
+
+void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
+  zero_grad();
+  optimizer_.set_steps(steps);
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const zero::Bucket& bucket = buckets_[b];
+    if (!layout_.buckets()[b].trainable) continue;
+    if (bucket.params.dtype != DType::kF32)
+      copy_overlap(bucket.master, bucket.owned_offset, bucket.params, bucket.kept_offset);
+    if (gathers_after_update(b)) comm_->all_gather(bucket.params, gather_labels_[b]).wait();
+  }
+}
+
 StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
-                            std::uint32_t settings) {
+                            std::uint32_t settings, bool stop) {
   ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   optimizer_.set_groups(groups);
   reducer_->wait();
-  StepResult result{measure(divisor, max_norm, digest(groups, divisor, max_norm, settings)), {}};
+  StepResult result = measure(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop);
   if (result.scalars.skip) {
     result.nonfinite = nonfinite_params();
     zero_grad();
@@ -272,25 +306,27 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
 }
 
 // The exact norm over all ranks, and with it every scalar of the step.
-math::StepScalars StepEngine::measure(double divisor, double max_norm, std::int64_t settings) {
+StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop) {
   math::ExactSum sum;
   std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
   for (const zero::Bucket& bucket : buckets_) {
     device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
-  std::array<std::int64_t, math::ExactSum::kNumLimbs + 2> message;
+  std::array<std::int64_t, math::ExactSum::kNumLimbs + 3> message;
   std::copy(sum.limbs().begin(), sum.limbs().end(), message.begin());
   message[math::ExactSum::kNumLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
-  message.back() = settings;
+  message[math::ExactSum::kNumLimbs + 1] = settings;
+  message.back() = stop ? 1 : 0;
   comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm").wait();
-  ZC_CHECK(message.back() == settings * comm_->size(), kConfig,
+  ZC_CHECK(message[math::ExactSum::kNumLimbs + 1] == settings * comm_->size(), kConfig,
            "[engine] ranks step with different settings: got other learning rates, hyperparameters, numbers of "
            "micro-batches or parameters written by hand on some rank, expected the same on all. Nothing was updated. "
            "Change param_groups and parameters on every rank alike.");
   std::copy_n(message.begin(), math::ExactSum::kNumLimbs, sum.limbs().begin());
   sum.normalize();
-  return math::step_scalars(sum.to_double(), message[math::ExactSum::kNumLimbs] == 0, divisor, max_norm);
+  const bool finite = message[math::ExactSum::kNumLimbs] == 0;
+  return {math::step_scalars(sum.to_double(), finite, divisor, max_norm), message.back() != 0, {}};
 }
 
 std::vector<int> StepEngine::nonfinite_params() {

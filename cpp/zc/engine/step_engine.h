@@ -38,6 +38,7 @@ enum class StateKind : std::uint8_t { kMaster, kState1, kState2, kGrad };
 
 struct StepResult {
   math::StepScalars scalars;
+  bool stop = false;           // some rank asked to stop after this step
   std::vector<int> nonfinite;  // when skipped: parameters whose gradient is not finite, on any rank
 };
 
@@ -88,6 +89,19 @@ class StepEngine {
   void read_owned_state(int param, StateKind kind, BufferView out);
   void write_owned_state(int param, StateKind kind, BufferView values);
 
+  // For checkpoints, which read and write the engine's memory themselves.
+  //
+  // saved_range: the elements of a parameter that this rank saves; over all ranks each element once, in every stage.
+  // loaded_range: those whose state, or values where nothing is trained, this rank keeps and has to load.
+  // state_memory, kept_memory: where elements of a range that this rank keeps lie, fp32, or in the parameter's dtype.
+  // set_loaded: all masters have been written to, and steps is the number of updates of each parameter: the parameters
+  // follow, what was gathered is stale, folded gradients are dropped. Collective.
+  Range saved_range(int param) const { return range_of(param, comm_->rank(), StateKind::kGrad); }
+  Range loaded_range(int param) const;
+  BufferView state_memory(int param, StateKind kind, Range range) const;
+  BufferView kept_memory(int param, Range range) const;
+  void set_loaded(std::span<const std::int64_t> steps);
+
   zero::GradReducer& reducer() { return *reducer_; }
   zero::ParamGatherer& gatherer() { return *gatherer_; }
 
@@ -97,8 +111,10 @@ class StepEngine {
   // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a
   // parameter group. divisor: loss scale times micro-batches; max_norm 0: no clipping. Nothing is updated when a
   // gradient is not finite. settings: a number that must be equal on all ranks, made of what else decides the update;
-  // when it or an argument differs, kConfig on all of them. Collective.
-  StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings);
+  // when it or an argument differs, kConfig on all of them. stop: this rank asks all to stop after this step.
+  // Collective.
+  StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
+                  bool stop = false);
 
   // Drops what was folded since the last step.
   void zero_grad();
@@ -124,7 +140,7 @@ class StepEngine {
   bool gathers_after_update(std::size_t bucket) const {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }
-  math::StepScalars measure(double divisor, double max_norm, std::int64_t settings);
+  StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop);
   std::vector<int> nonfinite_params();
 
   std::shared_ptr<comm::Communicator> comm_;

@@ -44,6 +44,12 @@ void Optimizer::set_groups(std::span<const Hyper> groups) {
   std::copy(groups.begin(), groups.end(), groups_.begin());
 }
 
+void Optimizer::set_steps(std::span<const std::int64_t> steps) {
+  ZC_CHECK(steps.size() == steps_.size(), kInternal, "[optim] ", steps.size(), " step counts for ", steps_.size(),
+           " slots");
+  std::copy(steps.begin(), steps.end(), steps_.begin());
+}
+
 void Optimizer::begin_step(std::span<const std::uint8_t> used) {
   ZC_CHECK(used.size() == used_.size(), kInternal, "[optim] ", used.size(), " used flags for ", used_.size(), " slots");
   std::copy(used.begin(), used.end(), used_.begin());

@@ -24,6 +24,8 @@ class Optimizer {
   int num_states() const { return num_states_; }
   std::span<const std::int64_t> steps() const { return steps_; }  // updates made so far, a slot
 
+  void set_steps(std::span<const std::int64_t> steps);
+
   // Hyperparameters may change between steps, the kind and the number of states may not.
   void set_groups(std::span<const Hyper> groups);
 

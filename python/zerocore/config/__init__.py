@@ -4,6 +4,7 @@ from zerocore.config._native import Config, ResolvedConfig, as_config
 from zerocore.config._problems import ConfigWarning
 from zerocore.config._sections import (
     ActivationCheckpointingConfig,
+    CheckpointConfig,
     CommConfig,
     DataConfig,
     LossScaleConfig,
@@ -15,6 +16,7 @@ from zerocore.config._sections import (
 
 __all__ = [
     "ActivationCheckpointingConfig",
+    "CheckpointConfig",
     "CommConfig",
     "Config",
     "ConfigWarning",

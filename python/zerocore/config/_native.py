@@ -17,6 +17,7 @@ from zerocore.config._problems import config_error, show
 from zerocore.config._schema import schema
 from zerocore.config._sections import (
     ActivationCheckpointingConfig,
+    CheckpointConfig,
     CommConfig,
     DataConfig,
     OptimizerConfig,
@@ -60,6 +61,8 @@ class Config:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """See below."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    """See below."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """See below."""
     comm: CommConfig = field(default_factory=CommConfig)
     """See below."""

@@ -184,6 +184,16 @@ class ActivationCheckpointingConfig:
     """Shard saved inputs over the model-parallel group; a group of one rank has nothing to shard."""
 
 
+@schema("checkpoint")
+class CheckpointConfig:
+    """How Engine.save_checkpoint saves."""
+
+    async_save: Bool = False
+    """True: it returns when the state is copied to host memory, and a thread writes while training goes on."""
+    keep_last: PositiveInt | None = None
+    """Keep so many of the checkpoints named global_step<N>, the newest, and delete older ones; None: keep all."""
+
+
 @schema("comm")
 class CommConfig:
     """Communication between ranks."""

@@ -1,0 +1,370 @@
+"""What an engine is made of, as a checkpoint holds it: tensors with names, and numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import zerocore
+from zerocore._exchange import gather_json
+from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, Entry, File, Job, Manifest, Optimizer, Part, Role
+from zerocore._save import Pieces, Source
+from zerocore.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from zerocore._engine import Engine
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
+_TENSOR = "$tensor"  # stands in a client state where a tensor was
+_WRAPPERS = ("_orig_mod.",)  # torch.compile's
+
+
+class Names:
+    """A model's tensors by the names under which they are saved: without what wrappers have put into them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.params: dict[str, torch.nn.Parameter] = {}
+        self.ties: dict[int, list[str]] = {}  # other names, by id
+        first: dict[int, str] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            plain = plain_name(name)
+            if first.setdefault(id(param), plain) == plain:
+                self.params[plain] = param
+            else:
+                self.ties.setdefault(id(param), []).append(plain)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] = {}  # get_extra_state() of modules that have one
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) in first:
+                continue
+            if not isinstance(value, torch.Tensor):
+                self.extra[plain_name(name)] = value
+            elif all(value is not other for other in self.buffers.values()):
+                self.buffers[plain_name(name)] = value
+        self.of = first | {id(buffer): name for name, buffer in self.buffers.items()}
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name in the model, without what torch.compile puts into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """A dense tensor's dimensions from the outermost in memory to the innermost; None: as they stand."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+    return None if order == list(range(tensor.dim())) else order
+
+
+@dataclasses.dataclass(kw_only=True)
+class Item:
+    """A tensor that is saved: what the manifest says of it, and this rank's parts of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    ties: list[str] = dataclasses.field(default_factory=list)
+    step: int | None = None
+    group: int | None = None
+    order: list[int] | None = None
+    parts: dict[str, str] = dataclasses.field(default_factory=dict)  # dtypes
+    sources: list[Source] = dataclasses.field(default_factory=list)
+    keep: list[torch.Tensor] = dataclasses.field(default_factory=list)  # what the sources point to
+
+    def add(self, part: str, dtype: str, begin: int, end: int, memory: tuple[int, int]) -> None:
+        """Adds a part, of which this rank has elements [begin, end) at `memory`, (address, bytes)."""
+        self.parts[part] = dtype
+        if begin == end:
+            return
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        whole = self.order is None and end - begin == numel
+        shape = self.shape if whole else (end - begin,)
+        self.sources.append(Source(self.name, part, dtype, shape, begin, end, *memory))
+
+    def add_tensor(self, tensor: torch.Tensor, begin: int, end: int) -> None:
+        """Adds elements [begin, end) of a tensor, as VALUE."""
+        dense = tensor.detach().contiguous()
+        self.keep.append(dense)
+        item = dense.element_size()
+        self.add(VALUE, self.dtype, begin, end, (dense.data_ptr() + begin * item, (end - begin) * item))
+
+
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    if dtype not in DTYPE_NAMES:
+        raise UnsupportedError(f"[ckpt] {name}: got a tensor of {dtype}, expected one of {list(DTYPE_NAMES)}.")
+    return DTYPE_NAMES[dtype]
+
+
+def collect(engine: Engine, client: ClientState, *, exclude_frozen: bool) -> list[Item]:
+    """Everything that is saved: the same list on every rank, with the parts that this rank saves. Collective.
+
+    Note: which rank saves what. What is trained or frozen is saved share by share, each element once, whatever the
+    stage. Buffers, which all ranks have alike, and the client state are rank 0's. Each rank saves its random
+    generators.
+    """
+    return [
+        *_params(engine, exclude_frozen=exclude_frozen),
+        *_buffers(engine),
+        *_client(engine, client),
+        *_generators(engine),
+    ]
+
+
+def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
+    params, rank = engine._params, engine.rank
+    names = Names(engine.module)
+    steps = params.core.param_steps()
+    for name, param in names.params.items():
+        index = params.find(param)
+        trained = params.is_trained(param)
+        if exclude_frozen and not trained:
+            continue
+        dtype = param.dtype if index is None else params.kept_dtype(index)
+        item = Item(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=dtype_name(dtype, name),
+            role="trained" if trained else "frozen",
+            ties=names.ties.get(id(param), []),
+        )
+        if index is None:  # every rank has all of it
+            share = -(-param.numel() // engine.world_size)
+            item.add_tensor(param, min(rank * share, param.numel()), min((rank + 1) * share, param.numel()))
+            yield item
+            continue
+        item.order = memory_order(param)
+        begin, end = params.core.saved_range(index)
+        if trained:
+            item.step, item.group = steps[index], params.group_of(index)
+            for part, kind in params.state_parts().items():
+                item.add(part, "F32", begin, end, params.core.state_memory(index, kind, begin, end))
+        else:
+            item.add(VALUE, item.dtype, begin, end, params.core.kept_memory(index, begin, end))
+        yield item
+
+
+def _buffers(engine: Engine) -> Iterator[Item]:
+    for name, buffer in Names(engine.module).buffers.items():
+        item = Item(name=name, shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype, name), role="buffer")
+        item.add_tensor(buffer, 0, buffer.numel() if engine.rank == 0 else 0)
+        yield item
+
+
+def _client(engine: Engine, client: ClientState) -> Iterator[Item]:
+    for index, tensor in enumerate(client.tensors):
+        name = f"client/{index}"
+        item = Item(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype, name), role="client")
+        item.add_tensor(tensor, 0, tensor.numel() if engine.rank == 0 else 0)
+        yield item
+
+
+def _generators(engine: Engine) -> Iterator[Item]:
+    mine = _generator_states()
+    sizes = gather_json(engine.comm, {name: state.numel() for name, state in mine.items()}, "save_checkpoint")
+    for rank, of_rank in enumerate(sizes):
+        for name, size in of_rank.items():
+            item = Item(name=f"rng/{name}/{rank}", shape=(size,), dtype="U8", role="rng")
+            item.add_tensor(mine[name], 0, size if rank == engine.rank else 0)
+            yield item
+
+
+def _generator_states() -> dict[str, torch.Tensor]:
+    """The states of the random generators that users draw from, as bytes."""
+    version, internal, gauss = random.getstate()
+    states = {"torch": torch.get_rng_state(), "python": _bytes_of([version, list(internal), gauss])}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = _bytes_of([kind, keys.tolist(), *rest])
+    return states
+
+
+def _bytes_of(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Sets this process's random generators as _generator_states() found them."""
+    for name, state in states.items():
+        if name == "torch":
+            torch.set_rng_state(state)
+            continue
+        value = json.loads(bytes(state.tolist()))
+        if name == "python":
+            random.setstate((value[0], tuple(value[1]), value[2]))
+        elif name == "numpy" and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(tuple(value))
+
+
+class ClientState:
+    """A user's state: JSON types, with tensors taken out.
+
+    Raises:
+        ConfigError: it holds something else, named.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.plain = self._take(value, "client_state")
+
+    def _take(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value.detach().cpu())
+            return {_TENSOR: len(self.tensors) - 1}
+        if type(value) is list:
+            return [self._take(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        if type(value) is dict:
+            for key in value:
+                if type(key) is not str or key == _TENSOR:
+                    raise ConfigError(f"[ckpt] {where}: got the key {key!r}, expected a string. Convert it.")
+            return {key: self._take(each, f"{where}[{key!r}]") for key, each in value.items()}
+        raise ConfigError(
+            f"[ckpt] {where}: got a {type(value).__name__}, expected None, a bool, number, string, list, dict with "
+            "string keys, or tensor: a checkpoint holds no pickled objects. Save the object's state_dict(), or numbers."
+        )
+
+    def digest(self) -> str:
+        """The same on two ranks with the same state."""
+        hashed = hashlib.sha256(json.dumps(self.plain, sort_keys=True).encode())
+        for tensor in self.tensors:
+            dense = tensor.contiguous()
+            if num_bytes := dense.numel() * dense.element_size():
+                hashed.update((ctypes.c_char * num_bytes).from_address(dense.data_ptr()))
+        return hashed.hexdigest()
+
+
+def with_tensors(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The client state again."""
+    if isinstance(plain, list):
+        return [with_tensors(each, tensors) for each in plain]
+    if isinstance(plain, dict):
+        if set(plain) == {_TENSOR}:
+            return tensors[plain[_TENSOR]]
+        return {key: with_tensors(each, tensors) for key, each in plain.items()}
+    return plain
+
+
+def plain(value: Any, what: str) -> Any:
+    """A value of ours or of torch's as JSON types: tuples become lists, 0-d tensors numbers.
+
+    Raises:
+        ConfigError: something in it is no such value.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [plain(each, what) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, what) for key, each in value.items()}
+    raise ConfigError(
+        f"[ckpt] {what} holds a {type(value).__name__}, expected numbers, strings, lists and dicts: a checkpoint holds "
+        "no pickled objects. Keep it out of the state, or save it yourself."
+    )
+
+
+def describe(
+    engine: Engine, items: list[Item], client: ClientState, *, exclude_frozen: bool
+) -> Callable[[list[File], Pieces], Manifest]:
+    """A function that makes the manifest once all files are written; everything else in it is as it is now."""
+    precision = engine.config.precision
+    fixed: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "job": Job(
+            world_size=engine.world_size,
+            stage=engine.config.zero.stage,
+            precision={"dtype": precision.dtype, "compute_dtype": precision.compute_dtype or precision.dtype},
+            threads=torch.get_num_threads(),
+            zerocore=zerocore.__version__,
+            torch=torch.__version__,
+        ),
+        "global_steps": engine.global_steps,
+        "frozen_excluded": exclude_frozen,
+        "chunk_bytes": CHUNK_BYTES,
+        "optimizer": Optimizer(
+            type=engine.optimizer.type,
+            groups=[
+                plain({k: v for k, v in group.items() if k != "params"}, "a parameter group of the optimizer")
+                for group in engine.optimizer.param_groups
+            ],
+        ),
+        "state": _numbers(engine),
+        "client_state": client.plain,
+    }
+
+    def make(files: list[File], pieces: Pieces) -> Manifest:
+        return Manifest(**fixed, files=files, entries=[_entry(item, pieces) for item in items])
+
+    return make
+
+
+def _entry(item: Item, pieces: Pieces) -> Entry:
+    return Entry(
+        name=item.name,
+        shape=list(item.shape),
+        dtype=item.dtype,
+        role=item.role,
+        ties=item.ties,
+        step=item.step,
+        group=item.group,
+        order=item.order,
+        parts=[
+            Part(name=name, dtype=dtype, pieces=pieces.get((item.name, name), [])) for name, dtype in item.parts.items()
+        ],
+    )
+
+
+def _numbers(engine: Engine) -> dict[str, Any]:
+    """All that is no tensor."""
+    state: dict[str, Any] = {
+        "skipped_steps": engine.skipped_steps,
+        "micro_steps": engine.micro_steps,
+        "loop": engine._accumulation.loop.name,
+        "train_batch_size": engine.config.train_batch_size,
+    }
+    if engine._scaler is not None:
+        state["loss_scaler"] = list(engine._scaler.state)
+    if callable(getattr(engine.lr_scheduler, "state_dict", None)):
+        state["scheduler"] = plain(engine.lr_scheduler.state_dict(), "the learning-rate scheduler's state_dict()")
+    if engine.training_dataloader is not None:
+        state["data"] = engine.training_dataloader.state_dict()
+    extra = Names(engine.module).extra
+    if extra:
+        state["extra_state"] = plain(extra, "what get_extra_state() of a module returns")
+    return state

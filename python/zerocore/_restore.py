@@ -1,0 +1,351 @@
+"""Brings an engine into the state that a checkpoint holds, on any number of ranks and in any stage."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocore import _core
+from zerocore._accumulation import Loop
+from zerocore._engine_state import (
+    DTYPE_NAMES,
+    MASTER,
+    TORCH_DTYPES,
+    VALUE,
+    Names,
+    memory_order,
+    restore_generators,
+    with_tensors,
+)
+from zerocore._load import Checkpoint, Wanted
+from zerocore._manifest import Entry, Part
+from zerocore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerocore._engine import Engine
+
+logger = logging.getLogger("zerocore")
+
+_SHOWN = 20  # names in a list of what was not loaded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class What:
+    """What of a checkpoint is loaded.
+
+    module_strict: tensors of the module that do not fit are an error. strict: so is all else that is left out.
+    """
+
+    module_strict: bool
+    optimizer_states: bool
+    scheduler_states: bool
+    counters: bool
+    custom_load_fn: Callable[..., Any] | None
+    strict: bool
+
+
+class Restore:
+    """One load into one engine.
+
+    Raises:
+        ConfigError: it does not fit the model, with what.module_strict or what.strict. Nothing has changed then.
+    """
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, what: What) -> None:
+        self._engine = engine
+        self._checkpoint = checkpoint
+        self._what = what
+        self._names = Names(engine.module)
+        self._entries = {e.name: e for e in checkpoint.manifest.of_role("trained", "frozen", "buffer")}
+        for entry in list(self._entries.values()):
+            for tie in entry.ties:
+                self._entries.setdefault(tie, entry)
+        self._direct: list[Wanted] = []  # straight into the core's memory
+        self._later: list[Callable[[], None]] = []  # through a tensor of their own
+        self._steps = engine._params.core.param_steps()
+        self._left_out: dict[str, list[str]] = {}  # why, and what
+        self._fits: dict[str, bool] = {}
+        self._compare()
+        self._plan()
+        self._judge()
+
+    def read(self) -> None:
+        """Reads all tensors. Local.
+
+        Raises:
+            CheckpointError, IoError: the checkpoint is damaged, or cannot be read. The engine's state is not whole.
+        """
+        self._engine._params.begin_load()
+        self._checkpoint.read(self._direct)
+        with torch.no_grad():
+            for work in self._later:
+                work()
+
+    def finish(self) -> None:
+        """After read() on all ranks: moves the engine to where it was. Collective."""
+        self._engine._params.end_load(self._steps)
+        if self._what.custom_load_fn is not None:
+            self._load_by_hand(self._what.custom_load_fn)
+        if self._what.counters:
+            self._restore_numbers()
+        self._say()
+
+    # What fits
+
+    def _compare(self) -> None:
+        ours: dict[str, torch.Tensor] = {**self._names.params, **self._names.buffers}
+        found = set()
+        for name, tensor in ours.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                excluded = self._checkpoint.manifest.frozen_excluded and not tensor.requires_grad
+                why = "frozen parameters were left out when it was saved" if excluded else "not in the checkpoint"
+                self._leave_out(why if name in self._names.params else "not in the checkpoint", name)
+                continue
+            found.add(entry.name)
+            if tuple(entry.shape) != tuple(tensor.shape):
+                self._leave_out(
+                    "of another shape in the model", f"{name}: {tuple(entry.shape)}, in the model {tuple(tensor.shape)}"
+                )
+                continue
+            self._fits[name] = True
+        for entry in {id(e): e for e in self._entries.values()}.values():
+            if entry.name not in found:
+                self._leave_out("not in the model", entry.name)
+        self._misfits = [why for why in self._left_out if why.startswith(("not in", "of another"))]
+
+    def _leave_out(self, why: str, what: str) -> None:
+        self._left_out.setdefault(why, []).append(what)
+
+    def _judge(self) -> None:
+        wrong = self._misfits if self._what.module_strict else []
+        wrong = list(self._left_out) if self._what.strict else wrong
+        if wrong:
+            raise ConfigError(
+                f"[ckpt] load_checkpoint: {self._checkpoint.path} does not fit: {self._list(wrong)}. Load it into the "
+                "model that it was saved from, or pass load_module_strict=False to load what fits."
+            )
+
+    def _list(self, reasons: list[str]) -> str:
+        texts = []
+        for why in reasons:
+            names = self._left_out[why]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            texts.append(f"{why}: {', '.join(names[:_SHOWN])}{more}")
+        return "; ".join(texts)
+
+    def _say(self) -> None:
+        if self._left_out and self._engine.rank == 0:
+            logger.warning(
+                "[ckpt] load_checkpoint: not loaded from %s: %s.",
+                self._checkpoint.path,
+                self._list(list(self._left_out)),
+            )
+
+    # Tensors
+
+    def _plan(self) -> None:
+        params = self._engine._params
+        for name, param in self._names.params.items():
+            if name not in self._fits:
+                continue
+            entry = self._entries[name]
+            weights = entry.part(MASTER) or entry.part(VALUE)
+            index = params.find(param)
+            if weights is None:
+                self._leave_out("without values in the checkpoint", name)
+                continue
+            if index is None:
+                self._later.append(self._into_tensor(entry, weights, param))
+                continue
+            begin, end = params.core.loaded_range(index)
+            trained = params.is_trained(param)
+            if self._what.custom_load_fn is None:
+                if trained:
+                    memory = params.core.state_memory(index, _core.StateKind.master, begin, end)
+                    self._into_core(entry, weights, param, begin, end, memory, torch.float32)
+                else:
+                    memory = params.core.kept_memory(index, begin, end)
+                    self._into_core(entry, weights, param, begin, end, memory, params.kept_dtype(index))
+            if trained and self._what.optimizer_states:
+                self._plan_states(entry, param, index, begin, end)
+        for name, buffer in self._names.buffers.items():
+            part = self._entries[name].part(VALUE) if name in self._fits else None
+            if part is not None:
+                self._later.append(self._into_tensor(self._entries[name], part, buffer))
+
+    def _plan_states(self, entry: Entry, param: torch.Tensor, index: int, begin: int, end: int) -> None:
+        params = self._engine._params
+        kinds = {name: kind for name, kind in params.state_parts().items() if name != MASTER}
+        held = {part.name for part in entry.parts} - {MASTER, VALUE}
+        if held != set(kinds):
+            saved = self._checkpoint.manifest.optimizer
+            self._leave_out(
+                f"optimizer state (saved with {saved.type if saved else 'no optimizer'}, this engine has "
+                f"{self._engine.optimizer.type})",
+                entry.name,
+            )
+            return
+        for part_name, kind in kinds.items():
+            part = entry.part(part_name)
+            assert part is not None
+            memory = params.core.state_memory(index, kind, begin, end)
+            self._into_core(entry, part, param, begin, end, memory, torch.float32)
+        self._steps[index] = entry.step or 0
+
+    def _into_core(
+        self,
+        entry: Entry,
+        part: Part,
+        param: torch.Tensor,
+        begin: int,
+        end: int,
+        memory: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Plans to read elements [begin, end), as they lie in memory here, to `memory`, (address, bytes)."""
+        address, num_bytes = memory
+        if num_bytes == 0:
+            return
+        if entry.order == memory_order(param) and part.dtype == DTYPE_NAMES[dtype]:
+            self._direct.append(Wanted(entry, part, begin, end, address))
+            return
+
+        def read() -> None:
+            order = memory_order(param) or list(range(param.dim()))
+            flat = read_tensor(self._checkpoint, entry, part).permute(order).reshape(-1)
+            values = flat[begin:end].to(dtype)
+            ctypes.memmove(address, values.data_ptr(), num_bytes)
+
+        self._later.append(read)
+
+    def _into_tensor(self, entry: Entry, part: Part, target: torch.Tensor) -> Callable[[], None]:
+        def read() -> None:
+            target.detach().copy_(read_tensor(self._checkpoint, entry, part))
+
+        return read
+
+    def _load_by_hand(self, custom_load_fn: Callable[..., Any]) -> None:
+        """DeepSpeed's hook: the user's function gets the whole state dict and the module."""
+        source = {}
+        for entry in self._checkpoint.manifest.of_role("trained", "frozen", "buffer"):
+            part = entry.part(MASTER) or entry.part(VALUE)
+            if part is not None:
+                values = read_tensor(self._checkpoint, entry, part).to(TORCH_DTYPES[entry.dtype])
+                source.update(dict.fromkeys([entry.name, *entry.ties], values))
+        with self._engine.unsharded(modifier_rank=0), torch.no_grad():
+            custom_load_fn(src=source, dst=self._engine.module)
+
+    # Numbers
+
+    def _restore_numbers(self) -> None:
+        engine, manifest = self._engine, self._checkpoint.manifest
+        state = manifest.state
+        engine.global_steps = manifest.global_steps
+        engine.skipped_steps = state.get("skipped_steps", 0)
+        engine.micro_steps = state.get("micro_steps", 0)
+        loop = Loop[state["loop"]] if state.get("loop") in Loop.__members__ else Loop.UNDECIDED
+        if engine._accumulation.loop is Loop.UNDECIDED:
+            engine._accumulation.loop = loop
+        if self._what.optimizer_states:
+            self._restore_groups()
+            self._restore_loss_scale(state)
+        if self._what.scheduler_states and callable(getattr(engine.lr_scheduler, "load_state_dict", None)):
+            if "scheduler" in state:
+                engine.lr_scheduler.load_state_dict(state["scheduler"])
+            else:
+                self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
+        if engine.training_dataloader is not None and "data" in state:
+            engine.training_dataloader.load_state_dict(self._position(state))
+        if "extra_state" in state:
+            modules = dict(engine.module.named_modules())
+            for name, value in state["extra_state"].items():
+                module = modules.get(name.rpartition(".")[0])
+                if module is not None:
+                    module.set_extra_state(value)
+        self._restore_generators()
+        threads = torch.get_num_threads()
+        if manifest.job.threads != threads and engine.rank == 0:
+            logger.warning(
+                "[ckpt] the checkpoint was saved with %d torch threads a rank, this job has %d: some of torch's bits "
+                "depend on it. Call torch.set_num_threads(%d) for the bits of a run that never stopped.",
+                manifest.job.threads,
+                threads,
+                manifest.job.threads,
+            )
+
+    def _restore_groups(self) -> None:
+        """Hyperparameters of the parameter groups, as torch's optimizers restore them."""
+        saved, groups = self._checkpoint.manifest.optimizer, self._engine.optimizer.param_groups
+        if saved is None or saved.type != self._engine.optimizer.type or len(saved.groups) != len(groups):
+            self._leave_out("the optimizer's hyperparameters", f"{len(groups)} groups of {self._engine.optimizer.type}")
+            return
+        for group, values in zip(groups, saved.groups, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    def _restore_loss_scale(self, state: dict[str, Any]) -> None:
+        scaler = self._engine._scaler
+        if scaler is not None and self._engine.config.precision.loss_scale.static_scale is None:
+            if "loss_scaler" in state:
+                scaler.state = tuple(state["loss_scaler"])
+            else:
+                self._leave_out("not in the checkpoint", "the loss scaler's state")
+
+    def _position(self, state: dict[str, Any]) -> dict[str, int]:
+        """Where in the data to go on: steps are counted in this run's batch size."""
+        epoch, step = state["data"]["epoch"], state["data"]["step"]
+        then, now = state.get("train_batch_size", 0), self._engine.config.train_batch_size
+        if then != now:
+            if step * then % now and self._engine.rank == 0:
+                logger.warning(
+                    "[ckpt] %d samples into epoch %d the train_batch_size changes from %d to %d: %d samples are seen "
+                    "again.",
+                    step * then,
+                    epoch,
+                    then,
+                    now,
+                    step * then % now,
+                )
+            step = step * then // now
+        return {"epoch": epoch, "step": step}
+
+    def _restore_generators(self) -> None:
+        engine = self._engine
+        states = {}
+        for entry in self._checkpoint.manifest.of_role("rng"):
+            _, name, rank = entry.name.split("/")
+            part = entry.part(VALUE)
+            if int(rank) == engine.rank and part is not None:
+                states[name] = read_tensor(self._checkpoint, entry, part)
+        restore_generators(states)
+
+
+def client_state(checkpoint: Checkpoint) -> Any:
+    """What the user saved beside the engine."""
+    tensors = []
+    for entry in checkpoint.manifest.of_role("client"):
+        part = entry.part(VALUE)
+        assert part is not None
+        tensors.append(read_tensor(checkpoint, entry, part))
+    return with_tensors(checkpoint.manifest.client_state, tensors)
+
+
+def read_tensor(checkpoint: Checkpoint, entry: Entry, part: Part) -> torch.Tensor:
+    """A whole part as a tensor of its shape and dtype."""
+    data = checkpoint.read_part(entry, part)
+    dtype = TORCH_DTYPES[part.dtype]
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    if entry.order is None:
+        return flat.reshape(entry.shape)
+    stored = flat.reshape([entry.shape[d] for d in entry.order])
+    inverse = [entry.order.index(d) for d in range(len(entry.order))]
+    return stored.permute(inverse)

@@ -1,0 +1,98 @@
+"""Headers of safetensors files, made and read. No tensor library is needed for it.
+
+A file is 8 bytes (the header's length, little-endian), the header as JSON, padded with blanks, and the tensors' bytes
+without gaps. The header maps each key to {"dtype", "shape", "data_offsets": [begin, end]}, counted from its end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from zerocore.errors import CheckpointError
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+ALIGNMENT = 4096  # of the first tensor's bytes, so that they can be read past the page cache
+_LARGEST_HEADER = 100_000_000  # the safetensors library's own limit
+
+
+class Entry(NamedTuple):
+    """One tensor in a file; begin and end are bytes, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def make_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
+    """The beginning of a file: length and header, padded to a multiple of 4096 bytes.
+
+    Args:
+        tensors: (key, dtype, shape) of each, in the order in which their bytes follow.
+        metadata: free text by name.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    begin = 0
+    for key, dtype, shape in tensors:
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def parse_header(data: bytes, *, file_bytes: int, file: str) -> dict[str, Entry]:
+    """The tensors of a file by key.
+
+    Args:
+        data: the file's beginning, length and header.
+        file_bytes: the file's size.
+        file: its name, for errors.
+
+    Raises:
+        CheckpointError: it is not such a header, or its tensors do not fill the file exactly.
+    """
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"[ckpt] {file} is damaged: {what}. Use another checkpoint.")
+
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(_LARGEST_HEADER, file_bytes - 8) or len(data) != 8 + length:
+        raise damaged(f"got a header of {length} bytes in a file of {file_bytes}, of which {len(data)} were expected")
+    try:
+        header = json.loads(data[8:])
+        header.pop("__metadata__", None)
+        entries = {key: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for key, e in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged(f"its header is not one of safetensors ({type(error).__name__})") from None
+    at = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].begin if isinstance(item[1].begin, int) else -1):
+        sizes_are_numbers = all(type(n) is int and n >= 0 for n in (*entry.shape, entry.begin, entry.end))
+        if not sizes_are_numbers or entry.dtype not in ITEM_BYTES or entry.begin != at:
+            raise damaged(f"tensor {key!r} has the entry {tuple(entry)}")
+        if entry.end - entry.begin != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+            raise damaged(f"tensor {key!r} of shape {entry.shape} has {entry.end - entry.begin} bytes")
+        at = entry.end
+    if 8 + length + at != file_bytes:
+        raise damaged(f"got {at} bytes of tensors, expected {file_bytes - 8 - length}")
+    return entries
