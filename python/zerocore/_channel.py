@@ -26,7 +26,7 @@ from zerocore._launch import rank_of
 
 LAUNCHER = "ZC_LAUNCHER"
 TIMEOUT_S = 5.0  # the launcher reads at once; one that does not is gone
-TEXT_LIMIT = 100_000  # characters of one traceback or message
+TEXT_LIMIT = 50_000  # characters of one traceback or message; the launcher's LINE_LIMIT leaves room for both, escaped
 
 _lock = threading.Lock()
 _reporter: Reporter | None = None

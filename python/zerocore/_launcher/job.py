@@ -24,6 +24,7 @@ START_TIMEOUT_S = 120.0  # until all shims have reported
 CAUSE_WAIT_S = 1.0  # a CommError is a consequence: how long its cause may take to be heard of
 KILL_WAIT_S = 3.0  # between SIGTERM and SIGKILL
 LEAVE_WAIT_S = 5.0  # for mpirun, when all scripts have ended
+LAST_WORDS_S = 1.0  # for what is under way when all have ended
 POLL_S = 0.2
 SHIM_GONE = "was ended together with its shim"
 
@@ -47,8 +48,8 @@ class Failure:
 class RankState:
     """A rank as the launcher knows it."""
 
+    pid: int | None = None  # of its script, once that has started
     code: int | None = None  # of its script; negative: the signal that ended it
-    started: bool = False
     over: bool = False
     failure: Failure | None = None
 
@@ -94,7 +95,8 @@ class Signals:
             end.setblocking(False)
         signal.set_wakeup_fd(self._end.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._take)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays what it is
+                signal.signal(number, self._take)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
 
     def _take(self, number: int, _frame: object) -> None:
@@ -140,6 +142,7 @@ class Job:
         self._outcome = Outcome()
         self._first: Failure | None = None
         self._obeyed = 0  # signals
+        self._shared_memory: set[str] = set()
         self._server = Server(ranks=ranks, wakeup=signals.wakeup)
         shim = [sys.executable, str(Path(__file__).with_name("shim.py")), *command]
         environment = {**env, LAUNCHER: self._server.address}
@@ -165,10 +168,13 @@ class Job:
             self._name_first_failure(time.monotonic())
             self._end_mpirun()
         finally:
-            processes.signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            if self._process.poll() is None:
+                processes.signal_group(self._process.pid, signal.SIGKILL)
+                self._process.wait()
             processes.end_descendants()
             self._server.close()
+            for path in self._shared_memory:
+                Path(path).unlink(missing_ok=True)
         return self._conclude()
 
     def _poll_s(self) -> float:
@@ -179,8 +185,8 @@ class Job:
     def _take(self, event: Event) -> None:
         rank = self._ranks[event.rank]
         if event.name == "started":
-            rank.started = True
-            if self._phase is Phase.running and all(other.started for other in self._ranks.values()):
+            rank.pid = int(event.fields["pid"])
+            if self._phase is Phase.running and all(other.pid is not None for other in self._ranks.values()):
                 self._deadline = None
         elif event.name == "exited":
             rank.code, rank.over = int(event.fields["code"]), True
@@ -246,6 +252,9 @@ class Job:
 
     def _enter(self, phase: Phase, seconds: float) -> None:
         self._phase, self._deadline = phase, time.monotonic() + seconds
+        for rank in self._ranks.values():
+            if rank.pid is not None and not rank.over:
+                self._shared_memory |= processes.shared_memory_of(rank.pid)
 
     def _hear_signals(self) -> None:
         asked = self._signals.count
@@ -262,7 +271,7 @@ class Job:
     def _escalate(self) -> None:
         self._name_first_failure(time.monotonic())
         if self._phase is Phase.running:
-            missing = [str(number) for number, rank in self._ranks.items() if not rank.started]
+            missing = [str(number) for number, rank in self._ranks.items() if rank.pid is None]
             self._outcome.failures.append(
                 Failure(None, f"rank {', '.join(missing)} did not start within {START_TIMEOUT_S:g} s", START_TIMEOUT_S)
             )
@@ -291,7 +300,8 @@ class Job:
         self._fail_whole(f"{program} {_ending(self._process.returncode)} before the ranks did; see what it wrote")
 
     def _hear_last_words(self) -> None:
-        while events := self._server.poll(0.05):
+        deadline = time.monotonic() + LAST_WORDS_S
+        while (events := self._server.poll(0.05)) and time.monotonic() < deadline:
             for event in events:
                 self._take(event)
 

@@ -27,15 +27,17 @@ class Mpirun:
     path: str
     family: str  # "mpich" or "openmpi"
     library: str
+    is_hydra: bool = False  # MPICH's own
 
     def command(self, ranks: int, command: list[str]) -> list[str]:
-        """The command line that starts `ranks` processes."""
-        options = {
+        """The command line that starts `ranks` processes on this machine, also inside an allocation of several."""
+        options = []
+        if self.family == "openmpi":
             # It would bind each rank to one core. Which cores a rank computes on is the script's choice.
-            "openmpi": ["--bind-to", "none"],
+            options = ["--host", f"localhost:{ranks}", "--bind-to", "none"]
+        elif self.is_hydra:
             # It would kill all ranks when a shim ends whose script ended without MPI_Finalize, and say so at length.
-            "mpich": ["-disable-auto-cleanup"],
-        }[self.family]
+            options = ["-launcher", "fork", "-hosts", "localhost", "-disable-auto-cleanup"]
         return [self.path, *options, "-n", str(ranks), *command]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -84,11 +86,13 @@ def find_mpirun() -> Mpirun:
             f"[launch] this MPI library is not known: got {library}, expected one of the MPICH family or Open MPI. "
             "Start the job with its own mpirun: `mpirun -n N python script.py`."
         )
-    found = {}
+    found: dict[str, str | None] = {}
     for path in dict.fromkeys(_candidates(_NAMES[family])):
-        found[path] = _family_of(path)
+        version = _version_of(path)
+        is_hydra = "HYDRA" in version
+        found[path] = "mpich" if is_hydra else mpi_family(version)
         if found[path] == family:
-            return Mpirun(path, family, library)
+            return Mpirun(path, family, library, is_hydra)
     seen = ", ".join(f"{path} ({kind or 'of another kind'})" for path, kind in found.items()) or "none at all"
     raise ConfigError(
         f"[launch] no mpirun fits the MPI library that mpi4py loads: got {seen}, expected one of {library}. Put its "
@@ -107,9 +111,8 @@ def _candidates(names: tuple[str, ...]) -> Iterator[str]:
             yield on_path
 
 
-def _family_of(mpirun: str) -> str | None:
+def _version_of(mpirun: str) -> str:
     try:
-        text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return "mpich" if "HYDRA" in text else mpi_family(text)
+        return ""

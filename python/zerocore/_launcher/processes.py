@@ -36,6 +36,18 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def shared_memory_of(pid: int) -> set[str]:
+    """The segments that MPICH has made for a process: it does not remove them when a rank ends without MPI_Finalize."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)
+                if target.startswith("/dev/shm/mpich_shm_"):
+                    found.add(target)
+    return found
+
+
 def end_descendants(*, keep: int | None = None, timeout_s: float = 2.0) -> None:
     """Kills all processes that this one started, directly or not, and that are still there.
 
