@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, engine: zerocore.Engine, args: argparse.Namespace):
         self.engine, self.args = engine, args
         self.start = self.last_time = time.monotonic()
-        self.last_step = 0
+        self.first_step = self.last_step = engine.global_steps  # of this process
         self.console = Console(quiet=engine.rank != 0, highlight=False, soft_wrap=True)
         self.status = self.console.status("first step")
         self.status.start()
@@ -41,7 +41,7 @@ class Progress:
         if now - self.last_time < (0.5 if self.console.is_terminal else SECONDS_PER_LINE) and not last:
             return
         rate = (step - self.last_step) / (now - self.last_time)
-        left = (self.args.steps - step) * self.elapsed() / step
+        left = (self.args.steps - step) * self.elapsed() / (step - self.first_step)
         line = (
             f"step {step:{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.3f}  "
             f"{rate * self.engine.train_batch_size() * self.args.seq:6,.0f} tokens/s  "

@@ -3,6 +3,7 @@
     mpirun -n 2 python examples/train_gpt.py                  # or, on one rank: python examples/train_gpt.py
     mpirun -n 2 python examples/train_gpt.py --stage 1 --dtype bf16 --text ~/my/texts
     mpirun -n 2 python examples/train_gpt.py --stage 3 --layers 12 --hidden 512 --heads 8 --checkpointing
+    zerocore --num_ranks 2 --max-restarts 3 examples/train_gpt.py --save run    # saves as it goes; goes on from there
 
 The lines that zerocore needs are in main() and train_step(); the rest is data, progress and a picture.
 """
@@ -23,6 +24,7 @@ from progress import Progress, dtypes, many
 from text import Windows, load_text
 from zerocore.config import (
     ActivationCheckpointingConfig,
+    CheckpointConfig,
     Config,
     LossScaleConfig,
     OptimizerConfig,
@@ -67,29 +69,32 @@ def main() -> None:
         model_parameters=decay_groups(model),
         training_data=Windows(train_text, seq=args.seq),
     )
+    curves: dict[str, list[list[float]]] = {"training": [], "validation": []}  # pairs of step and loss
+    if args.save:  # go on from the newest checkpoint, if there is one, and save when told to stop
+        _, state = engine.resume(args.save, client_state=lambda: curves)
+        curves = state or curves
     batches = itertools.chain.from_iterable(itertools.repeat(engine.training_dataloader))  # epoch after epoch
     progress = Progress(engine, args)
     validation = Windows(validation_text, seq=args.seq)
-    losses: list[float] = []
-    validation_losses: dict[int, float] = {}  # by step
-    for step in range(1, args.steps + 1):
-        losses.append(train_step(engine, batches))
-        progress.show(step, losses[-1])
+    for step in range(engine.global_steps + 1, args.steps + 1):
+        loss = train_step(engine, batches)
+        curves["training"].append([step, loss])
+        progress.show(step, loss)
         if step % max(1, args.steps // 8) == 0 or step == args.steps:
-            validation_losses[step] = validation_loss(engine, validation)
+            curves["validation"].append([step, validation_loss(engine, validation)])
+        if args.save and (step % args.save_every == 0 or step == args.steps):
+            engine.save_checkpoint(args.save, client_state=curves)
     progress.close()
 
     engine.eval()
     sample = engine.module.generate(b"def ", count=300, seed=args.seed)
     sha256 = zerocore.utils.params_sha256(engine.module)
     if engine.rank == 0:
-        picture = save_loss_curve(args.out / "train_gpt_loss.png", losses, validation_losses)
+        picture = save_loss_curve(args.out / "train_gpt_loss.png", curves)
         print(f"\nsample:\n{printable(sample)}\n\nloss curve: {picture}")
         if engine.skipped_steps:
             print(f"steps skipped for inf or NaN gradients: {engine.skipped_steps} of {args.steps}")
-        print(
-            f"validation loss: {validation_losses[args.steps]:.4f} nats a byte, {progress.elapsed():.0f} s of training"
-        )
+        print(f"validation loss: {curves['validation'][-1][1]:.4f} nats a byte, {progress.elapsed():.0f} s of training")
         print(f"params sha256: {sha256} ({dtypes(engine.config)}, {many(args.threads, 'torch thread')} a rank)")
     engine.close()
 
@@ -151,6 +156,7 @@ def engine_config(args: argparse.Namespace) -> Config:
             max_reuse_numel=0,
         ),
         activation_checkpointing=ActivationCheckpointingConfig(enabled=args.checkpointing),
+        checkpoint=CheckpointConfig(async_save=True, keep_last=2),
     )
 
 
@@ -161,12 +167,12 @@ def best_dtype() -> str:
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} else "fp32"
 
 
-def save_loss_curve(path: Path, losses: list[float], validation_losses: dict[int, float]) -> Path:
+def save_loss_curve(path: Path, curves: dict[str, list[list[float]]]) -> Path:
     """Draws the losses by step."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, alpha=0.6, label="training, a step")
-    axes.plot(list(validation_losses), list(validation_losses.values()), "o-", label="validation")
+    axes.plot(*zip(*curves["training"], strict=True), linewidth=0.8, alpha=0.6, label="training, a step")
+    axes.plot(*zip(*curves["validation"], strict=True), "o-", label="validation")
     axes.set(title="Byte-level GPT on source code", xlabel="step", ylabel="loss (nats a byte)")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -202,6 +208,8 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--seed", type=int, default=1, help="of initial values and data order (default 1)")
     parser.add_argument("--text", type=Path, help="a folder of text to train on; default: Python's standard library")
+    parser.add_argument("--save", type=Path, help="a folder for checkpoints; a job that finds one goes on from it")
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="steps between them (default 50)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the loss curve (default: this one)")
     args = parser.parse_args()
     for name, default in ENGINE_FLAGS.items():
@@ -210,7 +218,8 @@ def parse_args() -> argparse.Namespace:
             stop(f"got {flag} and --config {args.config}: the file says it. Leave one of them out.")
         if getattr(args, name) is None:
             setattr(args, name, default)
-    for name in ("layers", "hidden", "heads", "seq", "steps", "threads", "micro_batch", "global_batch", "bucket_numel"):
+    sizes = ("layers", "hidden", "heads", "seq", "steps", "threads", "micro_batch", "global_batch", "bucket_numel")
+    for name in (*sizes, "save_every"):
         if getattr(args, name) < 1:
             stop(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected a number >= 1.")
     if args.hidden % (2 * args.heads):
