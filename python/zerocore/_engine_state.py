@@ -15,9 +15,22 @@ import torch
 
 import zerocore
 from zerocore._exchange import gather_json
-from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, Entry, File, Job, Manifest, Optimizer, Part, Role
+from zerocore._manifest import (
+    CHUNK_BYTES,
+    FORMAT,
+    VERSION,
+    Data,
+    Entry,
+    File,
+    Job,
+    Manifest,
+    Optimizer,
+    Part,
+    Role,
+    State,
+)
 from zerocore._save import Pieces, Source
-from zerocore.errors import ConfigError, UnsupportedError
+from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from zerocore._engine import Engine
@@ -216,16 +229,30 @@ def _bytes_of(value: Any) -> torch.Tensor:
 
 
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets this process's random generators as _generator_states() found them."""
-    for name, state in states.items():
-        if name == "torch":
-            torch.set_rng_state(state)
-            continue
-        value = json.loads(bytes(state.tolist()))
-        if name == "python":
-            random.setstate((value[0], tuple(value[1]), value[2]))
-        elif name == "numpy" and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(tuple(value))
+    """Sets this process's random generators as _generator_states() found them.
+
+    Raises:
+        CheckpointError: that is no state of such a generator.
+    """
+    before = _generator_states()
+    try:
+        for name, state in states.items():
+            _restore_generator(name, state)
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError) as error:
+        for name, state in before.items():
+            _restore_generator(name, state)
+        raise CheckpointError(f"[ckpt] rng/{name}: got no state of such a generator ({error}).") from None
+
+
+def _restore_generator(name: str, state: torch.Tensor) -> None:
+    if name == "torch":
+        torch.set_rng_state(state)
+        return
+    value = json.loads(bytes(state.tolist()))
+    if name == "python":
+        random.setstate((value[0], tuple(value[1]), value[2]))
+    elif name == "numpy" and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(value))
 
 
 class ClientState:
@@ -267,13 +294,20 @@ class ClientState:
         return hashed.hexdigest()
 
 
-def with_tensors(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """The client state again."""
+def with_tensors(plain: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """The client state again.
+
+    Raises:
+        CheckpointError: it names a tensor that is not there.
+    """
     if isinstance(plain, list):
         return [with_tensors(each, tensors) for each in plain]
     if isinstance(plain, dict):
-        if set(plain) == {_TENSOR}:
-            return tensors[plain[_TENSOR]]
+        if _TENSOR in plain:
+            number = plain[_TENSOR]
+            if type(number) is not int or number not in tensors:
+                raise CheckpointError(f"[ckpt] client state: got tensor {number!r}, expected one of {list(tensors)}.")
+            return tensors[number]
         return {key: with_tensors(each, tensors) for key, each in plain.items()}
     return plain
 
@@ -350,21 +384,16 @@ def _entry(item: Item, pieces: Pieces) -> Entry:
     )
 
 
-def _numbers(engine: Engine) -> dict[str, Any]:
-    """All that is no tensor."""
-    state: dict[str, Any] = {
-        "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.micro_steps,
-        "loop": engine._accumulation.loop.name,
-        "train_batch_size": engine.config.train_batch_size,
-    }
-    if engine._scaler is not None:
-        state["loss_scaler"] = list(engine._scaler.state)
-    if callable(getattr(engine.lr_scheduler, "state_dict", None)):
-        state["scheduler"] = plain(engine.lr_scheduler.state_dict(), "the learning-rate scheduler's state_dict()")
-    if engine.training_dataloader is not None:
-        state["data"] = engine.training_dataloader.state_dict()
-    extra = Names(engine.module).extra
-    if extra:
-        state["extra_state"] = plain(extra, "what get_extra_state() of a module returns")
-    return state
+def _numbers(engine: Engine) -> State:
+    scheduler, loader = engine.lr_scheduler, engine.training_dataloader
+    has_state = callable(getattr(scheduler, "state_dict", None))
+    return State(
+        skipped_steps=engine.skipped_steps,
+        micro_steps=engine.micro_steps,
+        loop=engine._accumulation.loop.name,
+        train_batch_size=engine.config.train_batch_size,
+        loss_scaler=None if engine._scaler is None else engine._scaler.state,
+        scheduler=plain(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
+        data=None if loader is None else Data(**loader.state_dict()),
+        extra_state=plain(Names(engine.module).extra, "what get_extra_state() of a module returns"),
+    )

@@ -214,7 +214,7 @@ def _small_file(path: Path, limit: int) -> bytes:
         raise CheckpointError(f"[ckpt] {path}: got {size} bytes, expected at most {limit}. It is no such file.")
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
-            return file.read(limit)
+            return file.read(size)
     except OSError as error:
         raise IoError(error.errno, f"[ckpt] {path}: {error.strerror} (errno {error.errno}).") from None
 

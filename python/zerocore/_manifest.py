@@ -36,6 +36,7 @@ def _known_dtype(name: str) -> str:
 DType = Annotated[str, AfterValidator(_known_dtype)]
 
 
+_NAMES = {"client": r"client/\d{1,9}", "rng": r"rng/[a-z]+/\d{1,9}"}
 Role = Literal["trained", "frozen", "buffer", "client", "rng"]
 
 
@@ -138,6 +139,26 @@ class Optimizer(_Model):
     groups: list[dict[str, Any]]
 
 
+class Data(_Model):
+    """Where the training loader is."""
+
+    epoch: Count
+    step: Count
+
+
+class State(_Model):
+    """What is no tensor. loss_scaler: scale, iteration, last overflow, overflows left until the scale halves."""
+
+    skipped_steps: Count = 0
+    micro_steps: Count = 0
+    loop: str = "UNDECIDED"
+    train_batch_size: Annotated[int, Field(ge=1)]
+    loss_scaler: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], int, int, int] | None = None
+    scheduler: Any = None
+    data: Data | None = None
+    extra_state: dict[str, Any] = {}
+
+
 class Manifest(_Model):
     """A whole checkpoint."""
 
@@ -150,7 +171,7 @@ class Manifest(_Model):
     files: list[File]
     entries: list[Entry]
     optimizer: Optimizer | None = None
-    state: dict[str, Any] = {}
+    state: State
     client_state: Any = None
 
     @model_validator(mode="after")
@@ -165,6 +186,9 @@ class Manifest(_Model):
             if not 8 <= file.header_bytes <= file.bytes:
                 raise ValueError(f"{file.name}: got a header of {file.header_bytes} in {file.bytes} bytes")
         for entry in self.entries:
+            pattern = _NAMES.get(entry.role)
+            if pattern is not None and not re.fullmatch(pattern, entry.name):
+                raise ValueError(f"{entry.name!r} is no name of a tensor of role {entry.role}")
             for part in entry.parts:
                 for piece in part.pieces:
                     if piece.file >= len(self.files):

@@ -23,8 +23,8 @@ from zerocore._engine_state import (
     with_tensors,
 )
 from zerocore._load import Checkpoint, Wanted
-from zerocore._manifest import Entry, Part
-from zerocore.errors import ConfigError
+from zerocore._manifest import Data, Entry, Part, State
+from zerocore.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from zerocore._engine import Engine
@@ -85,6 +85,8 @@ class Restore:
         with torch.no_grad():
             for work in self._later:
                 work()
+        if self._what.counters:
+            self._restore_generators()
 
     def finish(self) -> None:
         """After read() on all ranks: moves the engine to where it was. Collective."""
@@ -247,28 +249,25 @@ class Restore:
         engine, manifest = self._engine, self._checkpoint.manifest
         state = manifest.state
         engine.global_steps = manifest.global_steps
-        engine.skipped_steps = state.get("skipped_steps", 0)
-        engine.micro_steps = state.get("micro_steps", 0)
-        loop = Loop[state["loop"]] if state.get("loop") in Loop.__members__ else Loop.UNDECIDED
-        if engine._accumulation.loop is Loop.UNDECIDED:
-            engine._accumulation.loop = loop
+        engine.skipped_steps = state.skipped_steps
+        engine.micro_steps = state.micro_steps
+        if engine._accumulation.loop is Loop.UNDECIDED and state.loop in Loop.__members__:
+            engine._accumulation.loop = Loop[state.loop]
         if self._what.optimizer_states:
             self._restore_groups()
             self._restore_loss_scale(state)
         if self._what.scheduler_states and callable(getattr(engine.lr_scheduler, "load_state_dict", None)):
-            if "scheduler" in state:
-                engine.lr_scheduler.load_state_dict(state["scheduler"])
-            else:
+            if state.scheduler is None:
                 self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
-        if engine.training_dataloader is not None and "data" in state:
-            engine.training_dataloader.load_state_dict(self._position(state))
-        if "extra_state" in state:
-            modules = dict(engine.module.named_modules())
-            for name, value in state["extra_state"].items():
-                module = modules.get(name.rpartition(".")[0])
-                if module is not None:
-                    module.set_extra_state(value)
-        self._restore_generators()
+            else:
+                self._hand_over("the learning-rate scheduler", engine.lr_scheduler.load_state_dict, state.scheduler)
+        if engine.training_dataloader is not None and state.data is not None:
+            engine.training_dataloader.load_state_dict(self._position(state.data, state.train_batch_size))
+        modules = dict(engine.module.named_modules())
+        for name, value in state.extra_state.items():
+            module = modules.get(name.rpartition(".")[0])
+            if module is not None:
+                self._hand_over(f"set_extra_state of {name}", module.set_extra_state, value)
         threads = torch.get_num_threads()
         if manifest.job.threads != threads and engine.rank == 0:
             logger.warning(
@@ -287,23 +286,43 @@ class Restore:
             return
         for group, values in zip(groups, saved.groups, strict=True):
             for key, value in values.items():
+                self._check_hyper(key, group.get(key), value)
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
-    def _restore_loss_scale(self, state: dict[str, Any]) -> None:
+    def _check_hyper(self, key: str, ours: Any, saved: Any) -> None:
+        if isinstance(ours, (tuple, list)):
+            fits = isinstance(saved, list) and len(saved) == len(ours) and all(map(_is_number, saved))
+        else:
+            fits = type(saved) is bool if isinstance(ours, bool) else not _is_number(ours) or _is_number(saved)
+        if not fits:
+            raise CheckpointError(
+                f"[ckpt] {self._checkpoint.path}: the optimizer's {key}: got {saved!r}, expected a value like {ours!r}."
+            )
+
+    def _hand_over(self, receiver: str, take: Callable[[Any], Any], state: Any) -> None:
+        """Gives saved state to code that is not ours, and says whose state it was when that refuses it."""
+        try:
+            take(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"[ckpt] {self._checkpoint.path}: {receiver} does not take its state: {type(error).__name__}: {error}."
+            ) from error
+
+    def _restore_loss_scale(self, state: State) -> None:
         scaler = self._engine._scaler
         if scaler is not None and self._engine.config.precision.loss_scale.static_scale is None:
-            if "loss_scaler" in state:
-                scaler.state = tuple(state["loss_scaler"])
-            else:
+            if state.loss_scaler is None:
                 self._leave_out("not in the checkpoint", "the loss scaler's state")
+            else:
+                scaler.state = state.loss_scaler
 
-    def _position(self, state: dict[str, Any]) -> dict[str, int]:
-        """Where in the data to go on: steps are counted in this run's batch size."""
-        epoch, step = state["data"]["epoch"], state["data"]["step"]
-        then, now = state.get("train_batch_size", 0), self._engine.config.train_batch_size
+    def _position(self, data: Data, then: int) -> dict[str, int]:
+        """Where in the data to go on. Steps are counted in batches: `then` samples each in the checkpoint."""
+        epoch, step = data.epoch, data.step
+        now = self._engine.config.train_batch_size
         if then != now:
             if step * then % now and self._engine.rank == 0:
                 logger.warning(
@@ -329,13 +348,17 @@ class Restore:
         restore_generators(states)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def client_state(checkpoint: Checkpoint) -> Any:
     """What the user saved beside the engine."""
-    tensors = []
+    tensors = {}
     for entry in checkpoint.manifest.of_role("client"):
         part = entry.part(VALUE)
-        assert part is not None
-        tensors.append(read_tensor(checkpoint, entry, part))
+        if part is not None:
+            tensors[int(entry.name.split("/")[1])] = read_tensor(checkpoint, entry, part)
     return with_tensors(checkpoint.manifest.client_state, tensors)
 
 

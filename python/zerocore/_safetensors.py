@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from zerocore.errors import CheckpointError
 
@@ -34,6 +36,19 @@ ALIGNMENT = 4096  # of the first tensor's bytes, so that they can be read past t
 _LARGEST_HEADER = 100_000_000  # the safetensors library's own limit
 
 
+_METADATA = "__metadata__"
+
+
+class _Raw(BaseModel):
+    model_config = ConfigDict(strict=True)
+    dtype: str = ""  # absent in the metadata only
+    shape: list[Annotated[int, Field(ge=0, le=2**62)]] = []
+    data_offsets: tuple[Annotated[int, Field(ge=0, le=2**62)], Annotated[int, Field(ge=0, le=2**62)]] = (0, 0)
+
+
+_HEADER = TypeAdapter(dict[str, _Raw])
+
+
 class Entry(NamedTuple):
     """One tensor in a file; begin and end are bytes, counted from the end of the header."""
 
@@ -50,7 +65,7 @@ def make_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dic
         tensors: (key, dtype, shape) of each, in the order in which their bytes follow.
         metadata: free text by name.
     """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
     begin = 0
     for key, dtype, shape in tensors:
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
@@ -80,15 +95,15 @@ def parse_header(data: bytes, *, file_bytes: int, file: str) -> dict[str, Entry]
     if len(data) < 8 or length > min(_LARGEST_HEADER, file_bytes - 8) or len(data) != 8 + length:
         raise damaged(f"got a header of {length} bytes in a file of {file_bytes}, of which {len(data)} were expected")
     try:
-        header = json.loads(data[8:])
-        header.pop("__metadata__", None)
-        entries = {key: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for key, e in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(f"its header is not one of safetensors ({type(error).__name__})") from None
+        header = _HEADER.validate_json(data[8:])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(f"its header is not one of safetensors: {where}: {first['msg']}") from None
+    entries = {key: Entry(e.dtype, tuple(e.shape), *e.data_offsets) for key, e in header.items() if key != _METADATA}
     at = 0
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].begin if isinstance(item[1].begin, int) else -1):
-        sizes_are_numbers = all(type(n) is int and n >= 0 for n in (*entry.shape, entry.begin, entry.end))
-        if not sizes_are_numbers or entry.dtype not in ITEM_BYTES or entry.begin != at:
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        if entry.dtype not in ITEM_BYTES or entry.begin != at:
             raise damaged(f"tensor {key!r} has the entry {tuple(entry)}")
         if entry.end - entry.begin != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
             raise damaged(f"tensor {key!r} of shape {entry.shape} has {entry.end - entry.begin} bytes")
