@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import zerocore
 from test_zero import TOKENS, Blocks, config, train
-from zerocore import zero
+from zerocore import _comm, zero
+from zerocore.config import CheckpointConfig
 
 pytestmark = pytest.mark.soak
 
@@ -62,3 +65,30 @@ def test_two_thousand_steps_take_no_more_memory(stage, world_size):
                 engine(TOKENS)
     assert left_behind() == things
     assert resident_mib() - memory < 8
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+def test_fifty_saves_leave_nothing(background, world_size, tmp_path):
+    folder = _comm.world().gather_bytes(str(tmp_path).ljust(512).encode(), "folder")[0].decode().strip()
+    saving = CheckpointConfig(async_save=background, keep_last=2)
+    settings = dataclasses.replace(config(stage=2), checkpoint=saving)
+    engine = zerocore.Engine(Blocks(num_blocks=4, width=512), settings)
+
+    def save():
+        train(engine, 1)
+        engine.save_checkpoint(folder)
+
+    for _ in range(3):
+        save()
+    engine.wait_for_checkpoint()
+    before, others = resident_mib(), left_behind()
+    for _ in range(50):
+        save()
+    engine.wait_for_checkpoint()
+    deadline = time.monotonic() + 5
+    while left_behind() != others and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel takes a moment to end a thread that was joined
+    assert left_behind() == others
+    assert resident_mib() - before < 8
+    engine.close()
