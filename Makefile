@@ -28,7 +28,9 @@ test: environment-test  ## all C++ and Python tests
 	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
 	@$(RUN) python -m pytest $(ARGS)
 
-soak: build environment-test  ## the long tests: nothing grows over many engines and steps
+soak: environment-test  ## the long tests: nothing grows over many engines and steps, nothing saved is lost to a crash
+	@tools/debian-packages libgtest-dev
+	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
 bench: environment  ## the C++ benchmarks; results in build/bench/*.json

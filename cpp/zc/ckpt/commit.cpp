@@ -79,7 +79,6 @@ std::string commit_folder(const std::string& from, const std::string& to) {
   } else if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
     old = from + ".replaced";
     rename_checked(to, old);
-    sync_folder(parent(to));
     rename_checked(from, to);
   } else {
     io::fail_errno(kArea, "exchange", from, "with " + to);

@@ -26,7 +26,8 @@ void sync_folder(const std::string& path);
 // for the caller to remove. Some file systems (NFS) cannot exchange: there `to` is moved to "<from>.replaced" first,
 // which must not exist, and that path is returned. Between the two renames nothing is called `to`: whoever finds that
 // so takes
-// "<from>.replaced". When there was no `to` the result is empty.
+// "<from>.replaced". When there was no `to` the result is empty. When the last
+// step fails, the sync of the parent, `to` is the new folder already, and may be the old one after a power cut.
 std::string commit_folder(const std::string& from, const std::string& to);
 
 }  // namespace zc::ckpt

@@ -43,6 +43,7 @@ class File {
 
   // From here on past the page cache, where the file system can: the caller keeps to whole pages.
   void use_direct();
+  bool is_direct() const { return direct_; }
   // Takes the space for `bytes` on the disk, where the file system can. Then writes on several threads do not wait for
   // each other to extend the file, and a full disk is found before the first byte is written.
   void reserve(std::int64_t bytes);

@@ -47,11 +47,13 @@ TEST(FileTest, WritesAndReadsWithAndWithoutThePageCache) {
     EXPECT_TRUE(in.is_regular());
     EXPECT_EQ(in.bytes(), 5000);
     if (direct) in.use_direct();
+    const bool was_direct = in.is_direct();
     EXPECT_EQ(in.read(pages.data(), 5000, 0), 5000);
     EXPECT_EQ(std::memcmp(pages.data(), test::contents(path).data(), 5000), 0);
     EXPECT_EQ(in.read(pages.data(), 8192, 0), 5000);
     EXPECT_EQ(in.read(pages.data(), 100, 4096), 100);
     EXPECT_EQ(in.read(pages.data(), 4096, 8192), 0);
+    EXPECT_EQ(in.is_direct(), was_direct);  // not lost at the end of a file that ends within a page
   }
 }
 
