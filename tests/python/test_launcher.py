@@ -284,6 +284,27 @@ def test_mpi_abort_ends_the_job(job):
     assert done.seconds < 15
 
 
+def test_a_rank_ends_with_its_shim(job):
+    done = run(
+        job,
+        "--num_ranks 2 --grace-seconds 1",
+        """
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.5)
+        print("alive", rank, flush=True)
+        """,
+    )
+    assert done.code == 1
+    assert "alive 1" not in done.out
+    assert "was ended together with its shim" in done.err
+
+
+def test_lines_of_ranks_stay_apart(job):
+    done = run(job, "--num_ranks 3", "for i in range(300): print(f'{rank}-{i}'); time.sleep(0.001)")
+    assert sorted(done.out.splitlines()) == sorted(f"{rank}-{i}" for rank in range(3) for i in range(300))
+
+
 @pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_output_is_lost(job, way):
     done = run(
