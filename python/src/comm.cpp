@@ -134,6 +134,8 @@ void bind_comm(py::module_& m) {
           },
           NoGil(), py::kw_only(), py::arg("failed"), py::arg("reason"), py::arg("grace_ms"),
           "Tells all ranks that this one ends, then waits until all have said so or the grace is over.")
+      .def("watch_processes", &Communicator::watch_processes, NoGil(),
+           "Lets the end of any rank's process be known to all. Returns why not; '' when it is. Collective; blocks.")
       .def("failure", &Communicator::failure, "Why collectives can no longer succeed, or a peer's failure; '' if well.")
       .def("staging_bytes", &Communicator::staging_bytes)
       .def("counters", &counters, "{operation: {'calls': int, 'elements': int}}");

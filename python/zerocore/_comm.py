@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,8 @@ from zerocore._launch import Launch, find_launch
 from zerocore.errors import CommError, ConfigError
 
 DEFAULT_TIMEOUT_MS = 600_000
+
+logger = logging.getLogger("zerocore")
 
 _lock = threading.Lock()
 _world: Any = None
@@ -75,6 +78,11 @@ def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
         local = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
     communicator = _core.mpi_communicator(plugin=str(plugin), fortran_handle=comm.py2f(), timeout_ms=timeout_ms)
     _departure.attach(communicator)
+    reason = communicator.watch_processes()
+    if reason:
+        logger.warning(
+            "[comm] a rank that is killed will be noticed after comm.timeout_ms (%d) only: %s.", timeout_ms, reason
+        )
     return communicator, local
 
 

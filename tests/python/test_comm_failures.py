@@ -146,7 +146,7 @@ else:
             "CommError: [comm] ranks are in different collectives: rank 0 is in step 41, save_checkpoint [barrier, "
             in text
         )
-        assert "rank 1 is in step 41, reduce bucket 7 [all_reduce (sum) of 1 int64, call 2]" in text
+        assert "rank 1 is in step 41, reduce bucket 7 [all_reduce (sum) of 1 int64, call 3]" in text
 
 
 def test_a_rank_that_does_not_come(job):

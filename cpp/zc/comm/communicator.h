@@ -99,6 +99,11 @@ class Communicator {
   // Idempotent, never throws. From any thread.
   virtual void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept = 0;
 
+  // From here on the end of any rank's process, by whatever way, is known to all within moments: for ranks that are
+  // processes of one host (zc/comm/liveness.h). Returns why that is not possible here, empty when it is. Once, over all
+  // ranks of the job. Collective; blocks.
+  virtual std::string watch_processes() { return {}; }
+
   // Why collectives of this rank can no longer succeed, or which peer's failure it was told of; empty while all is
   // well. From any thread.
   virtual std::string failure() const = 0;

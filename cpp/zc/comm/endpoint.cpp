@@ -148,6 +148,11 @@ void Endpoint::listen(int rank) {
   slot.request = transport_->receive(rank, &slot.incoming, sizeof slot.incoming, kAnnouncementTag);
 }
 
+void Endpoint::watch(std::unique_ptr<Liveness> liveness) {
+  owned_liveness_ = std::move(liveness);
+  liveness_ = owned_liveness_.get();
+}
+
 void Endpoint::poll() {
   for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
     Slot& slot = peers_[rank];
@@ -156,6 +161,8 @@ void Endpoint::poll() {
       if (!slot.peer.gone()) listen(static_cast<int>(rank));
     }
   }
+  const Liveness* liveness = liveness_;
+  if (liveness != nullptr && liveness->num_dead() > num_buried_) bury_dead();
 }
 
 void Endpoint::take(Slot& slot, int rank) {
@@ -163,7 +170,24 @@ void Endpoint::take(Slot& slot, int rank) {
   peer.state = slot.incoming.state;
   peer.reason = text_of(slot.incoming.text);
   peer.broken.assign(slot.incoming.broken, slot.incoming.broken + slot.incoming.num_broken);
-  if (peer.order == 0) peer.order = ++announcements_;
+  note(peer, rank);
+}
+
+// After its announcements have been taken: one that raised or ended did not die of it.
+void Endpoint::bury_dead() {
+  num_buried_ = liveness_.load()->num_dead();
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    Peer& peer = peers_[rank].peer;
+    if (peer.gone() || !liveness_.load()->is_dead(static_cast<int>(rank))) continue;
+    const std::string before = peer.state == Peer::State::kFailed ? concat(", after ", peer.reason) : "";
+    peer.state = Peer::State::kDied;
+    peer.reason = concat("its process is gone: killed or crashed", before);
+    note(peer, static_cast<int>(rank));
+  }
+}
+
+void Endpoint::note(Peer& peer, int rank) {
+  if (peer.order == 0) peer.order = ++num_news_;
   if (peer.state == Peer::State::kEnded) return;
   std::lock_guard lock(mutex_);
   if (peer_failure_.empty()) peer_failure_ = concat("[comm] rank ", rank, " has failed: ", peer.reason);
@@ -259,9 +283,14 @@ void Endpoint::say_goodbye(Peer::State state) {
       }
       return true;
     };
+    bool told = false;
     while (Clock::now() < leave_deadline()) {
       poll();
-      if (sent() && all_gone()) break;
+      if (!told && sent()) {  // a peer that has not got the message shall take this rank for dead
+        told = true;
+        if (Liveness* liveness = liveness_) liveness->goodbye();
+      }
+      if (told && all_gone()) break;
       std::this_thread::sleep_for(kGoodbyePoll);
     }
   } catch (...) {  // the transport is broken, so there is nobody to wait for

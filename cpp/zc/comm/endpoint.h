@@ -24,6 +24,7 @@
 
 #include "zc/comm/backoff.h"
 #include "zc/comm/communicator.h"
+#include "zc/comm/liveness.h"
 #include "zc/comm/task.h"
 #include "zc/comm/transport.h"
 
@@ -51,6 +52,9 @@ class Endpoint {
   void set_activity(std::string_view activity);
   std::string activity() const;
 
+  // Peers that `liveness` finds dead are lost from then on. Once.
+  void watch(std::unique_ptr<Liveness> liveness);
+
   void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept;
   std::string failure() const;  // this rank's own first failure, else a peer's
 
@@ -67,18 +71,20 @@ class Endpoint {
     friend bool operator==(const CallId&, const CallId&) = default;
   };
 
-  // What one peer announced.
+  // What one peer announced, or what became of it.
   struct Peer {
-    enum class State { kPresent, kFailed, kEnded, kRaised };  // kFailed: still there, but its communicators are broken
+    // kFailed: still there, but its communicators are broken. kDied: its process is gone, unannounced.
+    enum class State { kPresent, kFailed, kEnded, kRaised, kDied };
     State state = State::kPresent;
     std::string reason;
     std::vector<CallId> broken;  // the calls that it had entered and did not finish
-    int order = 0;               // 1 for the first announcement that arrived, and so on
-    bool gone() const { return state == State::kEnded || state == State::kRaised; }
+    int order = 0;               // 1 for the first news that arrived, and so on
+    bool gone() const { return state == State::kEnded || state == State::kRaised || died(); }
+    bool died() const { return state == State::kDied; }
   };
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)].peer; }
 
-  void poll();  // looks for announcements
+  void poll();  // looks for announcements and deaths
 
   // A collective begins: after check_usable(). Ends with finish() or give_up().
   void enter(const CallId& call);
@@ -132,6 +138,8 @@ class Endpoint {
   std::chrono::microseconds give_turns(const std::vector<Posted*>& turns);
   void listen(int rank);
   void take(Slot& slot, int rank);
+  void bury_dead();
+  void note(Peer& peer, int rank);
   void announce(Peer::State state, std::string_view reason);
   bool sent();  // all announcements have gone out
   void say_goodbye(Peer::State state);
@@ -139,9 +147,12 @@ class Endpoint {
 
   std::unique_ptr<Transport> transport_;
   const pid_t process_id_;
+  std::unique_ptr<Liveness> owned_liveness_;
+  std::atomic<Liveness*> liveness_{nullptr};  // null: nobody watches
   std::vector<Slot> peers_;
   std::vector<Outgoing> outgoing_;
-  int announcements_ = 0;
+  int num_news_ = 0;
+  int num_buried_ = 0;
   std::vector<CallId> entered_;  // and not ended
   std::vector<CallId> broken_;
   bool failed_ = false;

@@ -15,6 +15,12 @@ constexpr std::chrono::milliseconds kMeetingPatience{500};
 
 constexpr unsigned kPollsBetweenAnnouncements = 32;
 
+// How a lost peer was lost; its reason follows.
+const char* how(const Endpoint::Peer& peer) {
+  if (peer.died()) return " has died (";
+  return peer.gone() ? " has left (" : " reports a failure (";
+}
+
 }  // namespace
 
 Guard::Guard(Endpoint& endpoint, std::vector<int> ranks, int index, int context)
@@ -54,7 +60,7 @@ Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, s
   // A rank that comes late finds the headers of peers that have given this call up meanwhile.
   endpoint_.poll();
   int index = 0;
-  if (const Endpoint::Peer* peer = lost_peer(&index)) fail_lost(*peer, index);
+  if (const Endpoint::Peer* peer = lost_peer(false, &index)) fail_lost(*peer, index);
 }
 
 Guard::Progress Guard::poll_meeting() {
@@ -126,7 +132,8 @@ void Guard::check_patience(bool meeting, Clock::duration waited) {
   int index = 0;
   if (!meeting || waited > std::min(kMeetingPatience, timeout_)) {
     if (meeting && !same_call()) fail_different();
-    if (const Endpoint::Peer* peer = lost_peer(&index)) fail_lost(*peer, index);
+    const bool stuck = waited > kMeetingPatience;
+    if (const Endpoint::Peer* peer = lost_peer(stuck, &index)) fail_lost(*peer, index);
   }
   if (waited > timeout_) fail_timeout(meeting);
 }
@@ -146,15 +153,21 @@ bool Guard::broke_this_call(const Endpoint::Peer& peer) const {
 }
 
 // The peer because of which this call cannot be finished: it is lost before it came, or gave this very call up. (One
-// that came and is lost otherwise has finished the call.) Of several, the one to blame: one that raised before one that
-// merely ended, and that before one that only reports a failure.
-const Endpoint::Peer* Guard::lost_peer(int* index) const {
+// that came and is lost otherwise has finished the call; but one that has died may have done so in the middle, which
+// shows when the call is stuck.) Of several, the one to blame: one that died or raised before one that merely ended,
+// and that before one that only reports a failure; of equals, the first.
+const Endpoint::Peer* Guard::lost_peer(bool stuck, int* index) const {
+  using State = Endpoint::Peer::State;
   const Endpoint::Peer* found = nullptr;
-  const auto weight = [](const Endpoint::Peer& peer) { return std::pair(static_cast<int>(peer.state), -peer.order); };
+  const auto weight = [](const Endpoint::Peer& peer) {
+    const State state = peer.died() ? State::kRaised : peer.state;
+    return std::pair(static_cast<int>(state), -peer.order);
+  };
   for (int i = 0; i < size(); ++i) {
     const Endpoint::Peer& peer = endpoint_.peer(ranks_[static_cast<std::size_t>(i)]);
     if (peer.state == Endpoint::Peer::State::kPresent) continue;
-    if (members_[static_cast<std::size_t>(i)].arrived && !broke_this_call(peer)) continue;
+    const bool may_be_in_it = peer.died() && stuck;
+    if (members_[static_cast<std::size_t>(i)].arrived && !broke_this_call(peer) && !may_be_in_it) continue;
     if (found != nullptr && weight(peer) <= weight(*found)) continue;
     found = &peer;
     *index = i;
@@ -185,8 +198,8 @@ std::string Guard::where(int index, bool detailed) const {
   const auto text = [detailed](const CallHeader& header) {
     return detailed ? describe_call(header) : describe(header);
   };
-  if (member.arrived) return concat(rank_name(index), " is in ", text(heard(index).header));
-  if (peer.gone()) return concat(rank_name(index), " has left (", peer.reason, ")");
+  if (member.arrived && !peer.died()) return concat(rank_name(index), " is in ", text(heard(index).header));
+  if (peer.gone()) return concat(rank_name(index), how(peer), peer.reason, ")");
   if (member.seen) return concat(rank_name(index), " has not arrived (it was last in ", text(member.last), ")");
   return concat(rank_name(index), " has not arrived");
 }
@@ -209,10 +222,9 @@ void Guard::fail_different() const {
 }
 
 void Guard::fail_lost(const Endpoint::Peer& peer, int index) const {
-  const bool gone = peer.gone();
-  fail(ErrorKind::kComm, "[comm] ", rank_name(index), gone ? " has left (" : " reports a failure (", peer.reason,
-       ") while others need it: ", where_all(false, gone ? index : -1), ". Look at the output of ", rank_name(index),
-       " first.");
+  fail(ErrorKind::kComm, "[comm] ", rank_name(index), how(peer), peer.reason,
+       ") while others need it: ", where_all(false, peer.gone() ? index : -1), ". Look at the output of ",
+       rank_name(index), " first.");
 }
 
 void Guard::fail_timeout(bool meeting) const {

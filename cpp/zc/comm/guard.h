@@ -63,7 +63,7 @@ class Guard {
   Progress poll_meeting();
   void check_patience(bool meeting, Clock::duration waited);
   bool same_call() const;
-  const Endpoint::Peer* lost_peer(int* index) const;
+  const Endpoint::Peer* lost_peer(bool stuck, int* index) const;
   bool broke_this_call(const Endpoint::Peer& peer) const;
 
   [[noreturn]] void fail_different() const;

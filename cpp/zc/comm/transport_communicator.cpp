@@ -27,6 +27,19 @@ class TransportCommunicator final : public Communicator {
   std::string failure() const override { return endpoint_->failure(); }
   std::int64_t staging_bytes() const override { return collectives_->staging_bytes(); }
 
+  std::string watch_processes() override {
+    ZC_CHECK(size() == endpoint_->transport().size(), kInternal, "[comm] watch_processes over some of the ranks: got ",
+             size(), ", expected ", endpoint_->transport().size());
+    auto liveness = std::make_unique<Liveness>(rank(), size());
+    std::vector<Liveness::Contact> all(static_cast<std::size_t>(size()));
+    gather_bytes(std::as_bytes(std::span(&liveness->contact(), 1)), std::as_writable_bytes(std::span(all)),
+                 "watch the ranks' processes")
+        .wait();
+    std::string reason = liveness->start(all);
+    if (reason.empty()) endpoint_->watch(std::move(liveness));
+    return reason;
+  }
+
   void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept override {
     endpoint_->leave(departure, reason, grace);
   }
