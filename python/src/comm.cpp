@@ -136,6 +136,9 @@ void bind_comm(py::module_& m) {
           "Tells all ranks that this one ends, then waits until all have said so or the grace is over.")
       .def("watch_processes", &Communicator::watch_processes, NoGil(),
            "Lets the end of any rank's process be known to all. Returns why not; '' when it is. Collective; blocks.")
+      .def("place_wanted", &Communicator::place_wanted, NoGil(),
+           "Blocks until the place in the user's code is wanted for an error. False: it will not be any more.")
+      .def("tell_place", &Communicator::tell_place, py::arg("place"))
       .def("failure", &Communicator::failure, "Why collectives can no longer succeed, or a peer's failure; '' if well.")
       .def("staging_bytes", &Communicator::staging_bytes)
       .def("counters", &counters, "{operation: {'calls': int, 'elements': int}}");

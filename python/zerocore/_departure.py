@@ -9,10 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
-from zerocore import _channel
+from zerocore import _channel, _place
 from zerocore._launch import find_launch
 from zerocore.errors import ConfigError
 
@@ -28,6 +29,7 @@ class Departure:
 
     def __init__(self) -> None:
         self.comm: Any = None  # the world communicator, once there is one
+        self.place_teller: threading.Thread | None = None
         self._pid = os.getpid()  # children made by fork are no ranks: they say nothing
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -49,8 +51,14 @@ class Departure:
             return
         text = " ".join(str(value).split())
         reason = f"raised {type(value).__name__}: {text}" if text else f"raised {type(value).__name__}"
-        comm.leave(failed=True, reason=reason, grace_ms=FAILURE_GRACE_MS)
+        comm.tell_place(_place.of_exception(value))
+        self._leave(comm, failed=True, reason=reason, grace_ms=FAILURE_GRACE_MS)
         _core.end_process_without_finalize()
+
+    def _leave(self, comm: Any, **how: Any) -> None:
+        comm.leave(**how)
+        if self.place_teller is not None:  # it must not be in the core when Python ends
+            self.place_teller.join(timeout=1.0)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self.comm is None:
@@ -62,7 +70,7 @@ class Departure:
         from zerocore import _core
 
         _flush()
-        self.comm.leave(failed=False, reason="ended its script", grace_ms=self.comm.timeout_ms)
+        self._leave(self.comm, failed=False, reason="ended its script", grace_ms=self.comm.timeout_ms)
         failure = self.comm.failure()
         if failure:
             print(
@@ -88,7 +96,9 @@ def watch() -> None:
 
 def attach(comm: Any) -> None:
     """From here on the end of the process is announced over `comm`, the world communicator."""
-    _watching().comm = comm
+    departure = _watching()
+    departure.comm = comm
+    departure.place_teller = _place.tell_when_asked(comm)
 
 
 def _watching() -> Departure:

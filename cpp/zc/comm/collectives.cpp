@@ -50,9 +50,10 @@ Task Collectives::execute(const Operation& operation, Work::State& state) {
 
 void Collectives::give_up(const Operation& operation, const Error& error, Work::State& state) noexcept {
   // First the news: giving transfers up may take a while.
-  endpoint_.give_up({context_, operation.header.sequence}, error.what());
+  const std::string text =
+      endpoint_.give_up({context_, operation.header.sequence}, error.what(), guard_.also_failing());
   guard_.cancel_all();
-  state.complete(error);
+  state.complete(Error(error.kind(), text));
 }
 
 Task Collectives::run(const Operation& operation) {

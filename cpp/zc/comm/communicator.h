@@ -104,6 +104,12 @@ class Communicator {
   // ranks of the job. Collective; blocks.
   virtual std::string watch_processes() { return {}; }
 
+  // Where in the caller's code a rank is ("train.py:57") is not told on each call, but asked for when something has
+  // failed; then it stands in the errors of all ranks. A thread of the caller's blocks in place_wanted() and answers
+  // with tell_place(). False: nobody will ask any more, since this rank has left. From any thread.
+  virtual bool place_wanted() { return false; }
+  virtual void tell_place(std::string_view /*place*/) {}
+
   // Why collectives of this rank can no longer succeed, or which peer's failure it was told of; empty while all is
   // well. From any thread.
   virtual std::string failure() const = 0;

@@ -15,6 +15,11 @@ namespace {
 
 constexpr int kAnnouncementTag = 0;
 constexpr std::chrono::microseconds kGoodbyePoll{200};
+constexpr std::chrono::microseconds kPlacesPoll{200};
+// A place is asked for, once something has failed, of a thread that may have to wait for others of its process; and
+// awaited from peers that are about to find the same failure.
+constexpr std::chrono::milliseconds kOwnPlaceLimit{200};
+constexpr std::chrono::milliseconds kPlacesLimit{1000};
 constexpr std::chrono::microseconds kMeetingYield{50};
 constexpr std::chrono::microseconds kTransferYield{2000};
 
@@ -69,7 +74,7 @@ void Endpoint::run() {
   try {
     for (int rank = 0; rank < transport_->size(); ++rank) listen(rank);
   } catch (const std::exception& error) {
-    give_up({}, error.what());
+    give_up({}, error.what(), {});
   }
   std::vector<Posted*> turns;
   std::unique_lock lock(mutex_);
@@ -169,6 +174,7 @@ void Endpoint::take(Slot& slot, int rank) {
   Peer& peer = slot.peer;
   peer.state = slot.incoming.state;
   peer.reason = text_of(slot.incoming.text);
+  if (const auto place = text_of(slot.incoming.place); !place.empty()) peer.place = place;
   peer.broken.assign(slot.incoming.broken, slot.incoming.broken + slot.incoming.num_broken);
   note(peer, rank);
 }
@@ -193,7 +199,7 @@ void Endpoint::note(Peer& peer, int rank) {
   if (peer_failure_.empty()) peer_failure_ = concat("[comm] rank ", rank, " has failed: ", peer.reason);
 }
 
-void Endpoint::announce(Peer::State state, std::string_view reason) {
+void Endpoint::announce(Peer::State state, std::string_view reason, std::string_view place) {
   for (int rank = 0; rank < transport_->size(); ++rank) {
     if (rank == transport_->rank()) continue;  // one that has left may be waiting for this
     Outgoing& out = outgoing_.emplace_back();
@@ -202,6 +208,7 @@ void Endpoint::announce(Peer::State state, std::string_view reason) {
     out.message->num_broken = static_cast<int>(std::min(broken_.size(), kMaxBroken));
     std::copy_n(broken_.begin(), out.message->num_broken, out.message->broken);
     copy_text(reason, out.message->text);
+    copy_text(place, out.message->place);
     out.request = transport_->send(rank, out.message.get(), sizeof(Announcement), kAnnouncementTag);
   }
 }
@@ -212,12 +219,13 @@ bool Endpoint::sent() {
   return all;
 }
 
-void Endpoint::give_up(const CallId& call, const std::string& reason) noexcept {
+std::string Endpoint::give_up(const CallId& call, const std::string& reason,
+                              std::span<const int> also_failing) noexcept {
   try {
-    if (failed_) return;
+    if (failed_) return reason;
     if (leaving_) {  // the goodbye says it
       if (std::erase(entered_, call) > 0) broken_.push_back(call);
-      return;
+      return reason;
     }
     {
       std::lock_guard lock(mutex_);
@@ -225,9 +233,68 @@ void Endpoint::give_up(const CallId& call, const std::string& reason) noexcept {
     }
     failed_ = true;
     broken_ = std::exchange(entered_, {});
-    announce(Peer::State::kFailed, reason);
+    announce(Peer::State::kFailed, reason, ask_place());
+    const std::string text = concat(reason, places(also_failing));
+    std::lock_guard lock(mutex_);
+    own_failure_ = text;
+    return text;
   } catch (...) {  // the transport is what failed: peers find out by their own timeouts
+    return reason;
   }
+}
+
+// --- Places
+
+bool Endpoint::place_wanted() {
+  if (forked()) return false;
+  std::unique_lock lock(mutex_);
+  ++num_tellers_;
+  place_asked_.wait(lock, [this] { return place_wanted_ || leaving_; });
+  --num_tellers_;
+  return std::exchange(place_wanted_, false);
+}
+
+void Endpoint::tell_place(std::string_view place) {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  if (place_.empty()) place_.assign(place.substr(0, kPlaceBytes));
+  place_told_.notify_all();
+}
+
+std::string Endpoint::ask_place() {
+  std::unique_lock lock(mutex_);
+  if (num_tellers_ > 0 && place_.empty()) {
+    place_wanted_ = true;
+    place_asked_.notify_all();
+    place_told_.wait_for(lock, kOwnPlaceLimit, [this] { return !place_.empty(); });
+    place_wanted_ = false;
+  }
+  return place_;
+}
+
+// " In Python: ...", or nothing where this rank has no place to tell.
+std::string Endpoint::places(std::span<const int> also_failing) {
+  std::string own;
+  {
+    std::lock_guard lock(mutex_);
+    own = place_;
+  }
+  if (own.empty()) return {};
+  const auto all_told = [&] {
+    return std::ranges::all_of(also_failing, [this](int rank) { return peer(rank).state != Peer::State::kPresent; });
+  };
+  for (const auto deadline = Clock::now() + kPlacesLimit; !all_told() && Clock::now() < deadline;) {
+    std::this_thread::sleep_for(kPlacesPoll);
+    poll();
+  }
+  std::string text = " In Python:";
+  for (int rank = 0; rank < transport_->size(); ++rank) {
+    const bool is_self = rank == transport_->rank();
+    const std::string& place = is_self ? own : peer(rank).place;
+    if (!place.empty()) text += concat(" rank ", rank, " at ", place, is_self ? " (this rank);" : ";");
+  }
+  text.back() = '.';
+  return text;
 }
 
 std::string Endpoint::failure() const {
@@ -267,6 +334,7 @@ void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::
       leaving_ = true;
       goodbye_ = state;
       wake_.notify_all();
+      place_asked_.notify_all();
     }
     std::unique_lock lock(mutex_);
     goodbye_said_.wait_until(lock, deadline + std::chrono::seconds(1), [this] { return goodbye_done_; });
@@ -276,7 +344,10 @@ void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::
 
 void Endpoint::say_goodbye(Peer::State state) {
   try {
-    announce(state, left_);
+    {
+      std::lock_guard lock(mutex_);
+      announce(state, left_, place_);
+    }
     const auto all_gone = [this] {
       for (int rank = 0; rank < transport_->size(); ++rank) {
         if (rank != transport_->rank() && !peer(rank).gone()) return false;

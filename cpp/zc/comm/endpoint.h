@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -55,6 +56,9 @@ class Endpoint {
   // Peers that `liveness` finds dead are lost from then on. Once.
   void watch(std::unique_ptr<Liveness> liveness);
 
+  bool place_wanted();
+  void tell_place(std::string_view place);
+
   void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept;
   std::string failure() const;  // this rank's own first failure, else a peer's
 
@@ -77,6 +81,7 @@ class Endpoint {
     enum class State { kPresent, kFailed, kEnded, kRaised, kDied };
     State state = State::kPresent;
     std::string reason;
+    std::string place;           // in its caller's code, where it told that
     std::vector<CallId> broken;  // the calls that it had entered and did not finish
     int order = 0;               // 1 for the first news that arrived, and so on
     bool gone() const { return state == State::kEnded || state == State::kRaised || died(); }
@@ -91,8 +96,9 @@ class Endpoint {
   void finish(const CallId& call) { std::erase(entered_, call); }
 
   // Unless the rank is leaving anyway, `reason` is announced as its failure, with all calls under way: none of them is
-  // finished any more. The first one counts.
-  void give_up(const CallId& call, const std::string& reason) noexcept;
+  // finished any more. The first one counts. Returns it with the places of all ranks as far as they tell; those in
+  // `also_failing` are given a moment for that.
+  std::string give_up(const CallId& call, const std::string& reason, std::span<const int> also_failing) noexcept;
 
   // Throws when this rank has failed or left.
   void check_usable() const;
@@ -108,12 +114,14 @@ class Endpoint {
  private:
   // In one announcement. Peers in a call beyond these find out by their own timeouts.
   static constexpr std::size_t kMaxBroken = 32;
+  static constexpr std::size_t kPlaceBytes = 160;
 
   struct Announcement {
     Peer::State state;
     int num_broken;
     CallId broken[kMaxBroken];
     char text[1000];
+    char place[kPlaceBytes];
   };
   struct Slot {
     Peer peer;
@@ -140,7 +148,9 @@ class Endpoint {
   void take(Slot& slot, int rank);
   void bury_dead();
   void note(Peer& peer, int rank);
-  void announce(Peer::State state, std::string_view reason);
+  void announce(Peer::State state, std::string_view reason, std::string_view place);
+  std::string ask_place();
+  std::string places(std::span<const int> also_failing);
   bool sent();  // all announcements have gone out
   void say_goodbye(Peer::State state);
   void close() noexcept;
@@ -163,12 +173,17 @@ class Endpoint {
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
   std::condition_variable goodbye_said_;
+  std::condition_variable place_asked_;
+  std::condition_variable place_told_;
   std::map<int, std::deque<Posted>> queues_;  // by context, none empty; only the progress thread looks into the first
   std::optional<Peer::State> goodbye_;        // to be said
   std::string activity_;
   std::string own_failure_;
   std::string peer_failure_;
   std::string left_;
+  std::string place_;  // the first one told
+  bool place_wanted_ = false;
+  int num_tellers_ = 0;  // threads in place_wanted()
   Clock::time_point leave_deadline_;
   bool stop_ = false;
   bool goodbye_done_ = false;

@@ -175,6 +175,14 @@ const Endpoint::Peer* Guard::lost_peer(bool stuck, int* index) const {
   return found;
 }
 
+std::vector<int> Guard::also_failing() const {
+  std::vector<int> found;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (members_[i].arrived && !is_self(i)) found.push_back(ranks_[i]);
+  }
+  return found;
+}
+
 void Guard::cancel_all() noexcept {
   Transport& transport = endpoint_.transport();
   bool own_again = true;

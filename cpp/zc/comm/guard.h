@@ -40,6 +40,9 @@ class Guard {
   void receive(std::size_t lane, int index, void* data, std::int64_t bytes);
   Task wait(std::size_t lane);  // throws kComm when a peer is lost
 
+  // After a failure: the ranks that came to the call and must find that it has failed, too.
+  std::vector<int> also_failing() const;
+
   // After a failure: gives up all transfers, so that the caller's memory is its own again.
   void cancel_all() noexcept;
 

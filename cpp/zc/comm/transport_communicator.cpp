@@ -40,6 +40,9 @@ class TransportCommunicator final : public Communicator {
     return reason;
   }
 
+  bool place_wanted() override { return endpoint_->place_wanted(); }
+  void tell_place(std::string_view place) override { endpoint_->tell_place(place); }
+
   void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept override {
     endpoint_->leave(departure, reason, grace);
   }

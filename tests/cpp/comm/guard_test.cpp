@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string>
@@ -221,6 +222,57 @@ TEST(GuardTest, AfterAFailureEveryCommunicatorOfTheRankIsBroken) {
     EXPECT_LT(Clock::now() - start, milliseconds(400));
   });
   for (const Fate& fate : all) EXPECT_EQ(fate.error, "");
+}
+
+TEST(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
+  const auto all = fates(3, kLong, [](Communicator& comm) {
+    std::atomic<int> times_asked{0};
+    std::thread teller([&] {
+      while (comm.place_wanted()) {
+        ++times_asked;
+        comm.tell_place("train.py:" + std::to_string(10 + comm.rank()));
+      }
+    });
+    comm.barrier("fine").wait();
+    EXPECT_EQ(times_asked, 0);
+    std::string error;
+    try {
+      comm.barrier(comm.rank() == 1 ? "here" : "there").wait();
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    EXPECT_EQ(times_asked, 1);
+    comm.leave(Departure::kFailed, "raised CommError", seconds(5));
+    teller.join();
+    throw Error(ErrorKind::kComm, error);
+  });
+  EXPECT_SAYS(all[0].error,
+              " In Python: rank 0 at train.py:10 (this rank); rank 1 at train.py:11; rank 2 at train.py:12.");
+  EXPECT_SAYS(all[2].error,
+              " In Python: rank 0 at train.py:10; rank 1 at train.py:11; rank 2 at train.py:12 (this rank).");
+}
+
+TEST(GuardTest, ARankThatCannotTellItsPlaceHoldsNobodyUp) {
+  const auto start = Clock::now();
+  const auto all = fates(2, kLong, [](Communicator& comm) {
+    std::thread teller([&] {
+      while (comm.place_wanted()) {
+        if (comm.rank() == 0) comm.tell_place("train.py:10");  // rank 1 does not get to answer
+      }
+    });
+    std::string error;
+    try {
+      comm.barrier(comm.rank() == 1 ? "here" : "there").wait();
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    comm.leave(Departure::kFailed, "raised CommError", seconds(5));
+    teller.join();
+    throw Error(ErrorKind::kComm, error);
+  });
+  EXPECT_SAYS(all[0].error, " In Python: rank 0 at train.py:10 (this rank).");
+  EXPECT_SAYS(all[1].error, "look for code that depends on the rank.");
+  EXPECT_LT(Clock::now() - start, seconds(3));
 }
 
 TEST(GuardTest, RanksOfAGroupAreNamedByTheirRankInTheJob) {
