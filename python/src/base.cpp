@@ -2,8 +2,20 @@
 #include "memory.h"
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"
+#include "zc/device/kernels.h"
 
 namespace py = pybind11;
+
+namespace {
+
+void cast(zc::BufferView in, zc::BufferView out) {
+  ZC_CHECK(in.numel == out.numel && zc::is_floating(in.dtype) && zc::is_floating(out.dtype), kInternal,
+           "[base] cast: got ", in.numel, " and ", out.numel,
+           " elements, expected equally many, of fp32, fp16 or bf16");
+  zc::device::cpu_kernels().cast(in, out, {});
+}
+
+}  // namespace
 
 void bind_base(py::module_& m) {
   py::enum_<zc::DType>(m, "DType")
@@ -20,6 +32,9 @@ void bind_base(py::module_& m) {
            py::arg("address"), py::arg("numel"), py::arg("dtype"))
       .def_readonly("numel", &zc::BufferView::numel)
       .def_readonly("dtype", &zc::BufferView::dtype);
+
+  m.def("cast", &cast, py::call_guard<py::gil_scoped_release>(), py::arg("source"), py::arg("out"),
+        "Converts fp32, fp16 or bf16 elements to another of these, rounded to nearest even.");
 
   py::class_<PyMemory>(m, "Memory", py::buffer_protocol(), "Memory of the core, as a writable buffer of bytes.")
       .def_buffer([](PyMemory& self) {

@@ -208,6 +208,23 @@ def candidates(dir: Path) -> list[Path]:
     return named + [each for each in found if each.name != name]
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`; or, of the checkpoints in it, the one that `latest` names, or the newest.
+
+    Raises:
+        CheckpointError: there is none, or that one is damaged.
+    """
+    if (path / MANIFEST).exists():
+        return Checkpoint(path)
+    found = candidates(path)
+    if not found:
+        raise CheckpointError(
+            f"[ckpt] {path}: got no checkpoint, expected one, or a folder with checkpoints. Give the folder that holds "
+            f"{MANIFEST}, or the one above it."
+        )
+    return Checkpoint(found[0])
+
+
 def _small_file(path: Path, limit: int) -> bytes:
     size = _regular_size(path)
     if size > limit:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -111,3 +114,53 @@ def parse_header(data: bytes, *, file_bytes: int, file: str) -> dict[str, Entry]
     if 8 + length + at != file_bytes:
         raise damaged(f"got {at} bytes of tensors, expected {file_bytes - 8 - length}")
     return entries
+
+
+class Writer:
+    """Writes a file's tensors piece by piece, in any order: none of them has to be whole in memory.
+
+    A context manager. When the block ends without an error the file is on the disk; its entry in the folder is not.
+
+    Args:
+        path: must not exist.
+        tensors, metadata: as for make_header(). They are laid out by the size of their elements, the largest first, so
+            that each is aligned; readers map them.
+
+    Raises:
+        OSError: from Python's own calls, also by write().
+    """
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
+    ) -> None:
+        ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]])
+        header = make_header(ordered, metadata)
+        self._begins = {}
+        at = len(header)
+        for key, dtype, shape in ordered:
+            self._begins[key] = at
+            at += math.prod(shape) * ITEM_BYTES[dtype]
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._write(0, header)
+
+    def write(self, key: str, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Writes bytes of a tensor, from byte `offset` of it on."""
+        self._write(self._begins[key] + offset, data)
+
+    def _write(self, at: int, data: bytes | bytearray | memoryview) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            done = os.pwrite(self._fd, left, at)
+            left, at = left[done:], at + done
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)

@@ -177,7 +177,7 @@ def _saving(target: Target) -> Path:
 
 
 def _prepare(target: Target) -> None:
-    with _named(target.dir):
+    with named_errors(target.dir):
         made = not target.dir.exists()
         target.dir.mkdir(parents=True, exist_ok=True)
         if made:
@@ -218,7 +218,7 @@ def _assemble(written: list[dict[str, Any]]) -> tuple[list[File], Pieces]:
 def _commit(target: Target, manifest: Manifest) -> None:
     folder = _saving(target)
     final = target.dir / target.tag
-    with _named(folder):
+    with named_errors(folder):
         data = manifest.dump()
         _core.write_new_file(folder / MANIFEST, data)
         _core.write_new_file(folder / CHECKSUM, checksum_line(data))
@@ -249,7 +249,7 @@ def _prune(target: Target, replaced: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named_errors(path: Path) -> Iterator[None]:
     """Names the path in errors of Python's own calls."""
     try:
         yield

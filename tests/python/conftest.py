@@ -60,6 +60,17 @@ def one_thread():
 
 
 @pytest.fixture
+def folder(tmp_path):
+    """A folder that all ranks of the test share."""
+    from zerocore import _comm
+
+    comm = _comm.world()
+    path = comm.gather_bytes(str(tmp_path).ljust(512).encode(), "test folder")[0].decode().strip()
+    yield Path(path)
+    comm.barrier("test folder").wait()
+
+
+@pytest.fixture
 def mpirun(request):
     """`mpirun(n, *command, timeout=120, **env)`: runs a job of its own, for tests in which ranks fail or end early.
 

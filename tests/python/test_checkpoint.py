@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 import zerocore
 from toy_models import SHARD_ALL, batch, make
-from zerocore import _comm
 from zerocore._load import Checkpoint
 from zerocore.config import (
     CheckpointConfig,
@@ -30,15 +29,6 @@ MICRO_BATCHES = 6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}
 MOMENTUM = {"type": "sgd", "lr": 0.05, "momentum": 0.9}
-
-
-@pytest.fixture
-def folder(request, tmp_path):
-    """A folder that all ranks of the test share."""
-    comm = _comm.world()
-    path = comm.gather_bytes(str(tmp_path).ljust(512).encode(), "test folder")[0].decode().strip()
-    yield Path(path)
-    comm.barrier("test folder").wait()
 
 
 def build(name="odd", *, stage=0, dtype="fp32", optimizer=ADAMW, bucket=3000, groups=False, scheduler=False, **config):

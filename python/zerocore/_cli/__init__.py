@@ -20,6 +20,9 @@ class Command:
 
 
 COMMANDS = {
+    "export": Command(
+        "zerocore._cli.export", "a checkpoint's weights as safetensors, for Hugging Face and plain torch"
+    ),
     "report": Command("zerocore._cli.report", "what zerocore finds on this machine, and whether two ranks work"),
 }
 
