@@ -129,8 +129,8 @@ def left_out(checkpoint: Checkpoint) -> list[str]:
     lines = []
     if manifest.frozen_excluded:
         lines.append("frozen parameters: the checkpoint was saved with exclude_frozen_parameters=True")
-    if "extra_state" in manifest.state:
-        lines.append(f"what is no tensor: {', '.join(manifest.state['extra_state'])}")
+    if manifest.state.extra_state:
+        lines.append(f"what is no tensor: {', '.join(manifest.state.extra_state)}")
     return lines
 
 
