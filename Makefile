@@ -8,7 +8,7 @@ RUN := tools/with-env
 CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof test soak bench bench-step format lint clean
+.PHONY: help build train proof test soak bench bench-step bench-checkpoint format lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -42,6 +42,9 @@ bench: environment  ## the C++ benchmarks; results in build/bench/*.json
 
 bench-step: build  ## whole training steps against DDP, FSDP2 and DeepSpeed
 	@$(RUN) python bench/python/bench_step.py $(ARGS)
+
+bench-checkpoint: build  ## save and load against torch.save, torch.distributed.checkpoint and DeepSpeed
+	@$(RUN) python bench/python/bench_checkpoint.py $(ARGS)
 
 format: build/lint  ## format all sources
 	@build/lint/bin/clang-format -i $(CPP_FILES)
