@@ -44,6 +44,8 @@ class Accumulation:
         self._rank = rank
         self._size = world_size
         self._boundary_flag = True
+        self._present: dict[int, int] = {}  # micro-batches of micro-steps, where the ranks have told each other
+        self._before: int | None = None  # of the current one, on ranks before this one; where they have told
         self.micro_steps = 0  # ended since the last boundary
         if not config.managed_gradient_accumulation:
             self.loop = Loop.PER_STEP
@@ -63,6 +65,21 @@ class Accumulation:
     def has_micro_batch(self) -> bool:
         """Whether this rank has a micro-batch in the current micro-step (k N + r < M), or a filler."""
         return self.micro_steps >= self._gas or self.micro_steps * self._size + self._rank < self._micro_batches
+
+    def set_present(self, micro_batches: int, *, before: int) -> None:
+        """How many micro-batches the current micro-step has, and how many of them on ranks before this one."""
+        self._present[self.micro_steps] = micro_batches
+        self._before = before
+
+    def micro_batch(self) -> int:
+        """The number of this rank's current micro-batch in the step: they count rank by rank in each micro-step."""
+        if self._before is None:
+            return self.micro_steps * self._size + self._rank
+        return sum(map(self._present_in, range(self.micro_steps))) + self._before
+
+    def end_micro_step(self) -> None:
+        self.micro_steps += 1
+        self._before = None
 
     def is_boundary(self) -> bool:
         """Whether a `step()` now, inside or after the current micro-step, would step the optimizer."""
@@ -86,7 +103,7 @@ class Accumulation:
             )
             return
         self.loop = Loop.PER_MICRO_STEP
-        if self.micro_steps > 1 and self._micro_batches % self._size:
+        if self.micro_steps > 1 and (self._micro_batches % self._size or self._present):
             raise ConfigError(
                 f"[engine] {self.micro_steps} forward-backward pairs came before the first step(), expected 1 or "
                 f"gradient_accumulation_steps={self._gas}: with {self._micro_batches} micro-batches on {self._size} "
@@ -111,11 +128,15 @@ class Accumulation:
 
     def divisor(self) -> float:
         """What the summed gradients of the ended micro-steps are divided by."""
-        present = sum(
-            self._size if k >= self._gas else min(max(self._micro_batches - k * self._size, 0), self._size)
-            for k in range(self.micro_steps)
-        )
+        present = sum(map(self._present_in, range(self.micro_steps)))
         return present / self.micro_steps if self.loop is Loop.PER_STEP else float(present)
+
+    def _present_in(self, micro_step: int) -> int:
+        """Micro-batches that are none of fillers."""
+        planned = min(max(self._micro_batches - micro_step * self._size, 0), self._size)
+        return self._present.get(micro_step, self._size if micro_step >= self._gas else planned)
 
     def reset(self) -> None:
         self.micro_steps = 0
+        self._present = {}
+        self._before = None

@@ -18,6 +18,7 @@ from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._checkpoint import Checkpoints, Loaded
+from zerocore._join import Join
 from zerocore._other_state import broadcast, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
@@ -129,6 +130,8 @@ class Engine(torch.nn.Module):
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None  # what has left the state in parts
+        self._joining: Join | None = None  # the open join() block
+        self._join_comm: _core.Communicator | None = None  # once there was one
         self._checkpoints = Checkpoints(self)
         self._undo_checkpointing: Callable[[], None] = lambda: None
         if self.config.activation_checkpointing.enabled:
@@ -145,8 +148,9 @@ class Engine(torch.nn.Module):
             self._end_micro_step()
         if not self.module.training:
             return self.module(*args, **kwargs)
-        micro_batch = self._accumulation.micro_steps * self.world_size + self.rank
-        with named_generator(self.config.seed, self.global_steps, micro_batch, self._forwards):
+        if self._joining is not None:
+            self._joining.begin_micro_step()
+        with named_generator(self.config.seed, self.global_steps, self._accumulation.micro_batch(), self._forwards):
             self._forwards += 1
             return self.module(*args, **kwargs)
 
@@ -215,10 +219,16 @@ class Engine(torch.nn.Module):
         if not self._accumulation.reached_boundary():
             self._applied = False
             return
+        divisor = self._accumulation.divisor()
+        if self._joining is not None:
+            self._joining.step(divisor)
+        self._update(divisor)
+
+    def _update(self, divisor: float) -> None:
+        """Steps the optimizer on all ranks; divisor: of the gradients as they would be without a loss scale."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        divisor = self._accumulation.divisor() * scale
         result = self._params.step(
-            divisor=divisor, max_norm=self.config.gradient_clipping, stop=self._checkpoints.stop_asked
+            divisor=divisor * scale, max_norm=self.config.gradient_clipping, stop=self._checkpoints.stop_asked
         )
         broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
         self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
@@ -249,6 +259,29 @@ class Engine(torch.nn.Module):
         if result.stop:
             self._checkpoints.stop()
 
+    def join(self) -> Join:
+        """A block around a training loop whose ranks have unequal numbers of batches. Every rank must enter it.
+
+            with engine.join():
+                for batch in batches:  # of this rank
+                    loss = engine(batch)
+                    engine.backward(loss)
+                    engine.step()
+
+        A rank that leaves its loop waits at the block's end and does its part of what the others still do: it
+        contributes nothing, and takes over their updates, so that all ranks leave the block together, after equally
+        many steps. Gradients are means over the micro-batches that there were, and equal, bit for bit, those of one
+        rank that goes through these micro-batches in their order (micro-step by micro-step, rank by rank). Inside, the
+        ranks exchange a few bytes before each micro-step and step; all_reduce_mean() works, and other collectives (a
+        checkpoint, state_dict()) as long as no rank has run out. BatchNorm's buffers are rank 0's, unless
+        buffers="ordered", also when it has run out.
+
+        Raises:
+            UnsupportedError: stage 3 on several ranks, whose forward needs all of them; or a block inside of another.
+            CommError: from calls inside, as ever; and when ranks that still have batches do not do the same.
+        """
+        return Join(self)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the user says which `step()` updates; a forward after a backward begins a new micro-step."""
         self._accumulation.set_boundary(is_boundary)
@@ -268,6 +301,8 @@ class Engine(torch.nn.Module):
         loop_drops_all = self._accumulation.loop is Loop.PER_STEP and self._accumulation.micro_steps > 0
         if not self._params.gradients.in_micro_step and not self._ended_early and not loop_drops_all:
             return
+        if self._joining is not None:
+            self._joining.check_drop()
         earlier = self._accumulation.micro_steps - self._ended_early
         if earlier > 0 and not loop_drops_all:
             raise ConfigError(
@@ -308,6 +343,8 @@ class Engine(torch.nn.Module):
 
         Exact, and rounded once, so that it does not depend on the order of ranks.
         """
+        if self._joining is not None:
+            return self._joining.mean(float(value), self._had_micro_batch)
         return _core.exact_mean(self.comm, float(value), self._had_micro_batch)
 
     def memory_report(self) -> dict[str, int]:
@@ -356,6 +393,7 @@ class Engine(torch.nn.Module):
         Args:
             rank0_only: the other ranks take part and get an empty dict.
         """
+        self._check_all_here("state_dict")
         found: dict[str, Any] = self.module.state_dict(keep_vars=True)
         values: dict[int, torch.Tensor] = {}
         for key, value in self._params.copies(v for v in found.values() if isinstance(v, torch.Tensor)):
@@ -370,6 +408,7 @@ class Engine(torch.nn.Module):
 
         Every rank must go through all of them. A tied tensor comes once for each of its names.
         """
+        self._check_all_here("iter_state_dict")
         names: dict[int, list[str]] = {}
         tensors = {name: v for name, v in self.module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         for name, value in tensors.items():
@@ -391,6 +430,7 @@ class Engine(torch.nn.Module):
         """
         if assign:
             raise ConfigError("[engine] load_state_dict: got assign=True, expected False: values are copied.")
+        self._check_all_here("load_state_dict")
         own = self.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own]
@@ -444,6 +484,7 @@ class Engine(torch.nn.Module):
             IoError: on every rank, when one of them could not write: errno says why. What was saved before stands,
                 and training can go on.
         """
+        self._check_all_here("save_checkpoint")
         if self._params.gradients.in_micro_step or self._accumulation.micro_steps > 0:
             raise ConfigError(
                 f"[ckpt] save_checkpoint: got a call with gradients of {self._accumulation.micro_steps} micro-steps "
@@ -503,6 +544,7 @@ class Engine(torch.nn.Module):
             ConfigError: it does not fit the model.
             IoError: reading failed.
         """
+        self._check_all_here("load_checkpoint")
         if self._params.gradients.in_micro_step:
             raise ConfigError(
                 "[ckpt] load_checkpoint: got a call between backward() and step(), expected one outside of a "
@@ -634,8 +676,14 @@ class Engine(torch.nn.Module):
                 "step() first. Read gradients after the micro-step's last backward()."
             )
         if not self._params.gradients.in_micro_step:
+            if self._joining is not None:
+                self._joining.begin_micro_step()
             self._had_micro_batch = self._accumulation.has_micro_batch()
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
+
+    def _check_all_here(self, call: str) -> None:
+        if self._joining is not None:
+            self._joining.check_all_here(call)
 
     def _settle(self) -> None:
         """After a load: a step begins."""
@@ -657,7 +705,9 @@ class Engine(torch.nn.Module):
         self._check_whole()
         self._params.end_micro_step()
         self._statistics.end_micro_step(counts=self._had_micro_batch)
-        self._accumulation.micro_steps += 1
+        self._accumulation.end_micro_step()
+        if self._joining is not None:
+            self._joining.end_micro_step()
         self.micro_steps += 1
         self._forwards = 0
 
