@@ -2,8 +2,8 @@
 
 Note: protocol. Inside of `engine.join()` the ranks meet in a small exchange before each micro-step, each step of the
 optimizer and each mean, and say what comes next. A rank that has run out says so, over and over, and joins the
-collectives of what the others say, with zeros that weigh nothing; when all have run out, all leave the block. Outside of
-the block there is no such exchange.
+collectives of what the others say, with zeros that weigh nothing; when all have run out, all leave the block. Outside
+of the block there is no such exchange.
 
 Note: order. Ranks with batches launch reductions during their backward, so the exchanges have a communicator of their
 own. A rank that has run out launches its own for each micro-step in a thread: they end with the others' micro-step, and

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import os
 import sys
-import sysconfig
 import threading
 from types import CodeType, FrameType
 from typing import Any
@@ -68,8 +67,8 @@ def _users_line(frame: FrameType | None) -> str:
 
 def _is_users(code: CodeType) -> bool:
     path = code.co_filename
-    of_library = path.startswith(_LIBRARY) and "-packages" not in path  # where other packages may lie, too
-    return not path.startswith(_NOT_USERS) and not of_library
+    of_library = path.startswith(_library()) and "-packages" not in path  # where other packages may lie, too
+    return not path.startswith(_packages()) and not of_library
 
 
 def _describe(code: CodeType, line: int) -> str:
@@ -81,11 +80,15 @@ def _describe(code: CodeType, line: int) -> str:
     return place if len(place) <= _MAX_CHARS else "..." + place[-_MAX_CHARS:]
 
 
-def _folder(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    return os.path.dirname(spec.origin) + os.sep if spec is not None and spec.origin else ""
+@functools.cache
+def _library() -> str:
+    return os.path.dirname(os.__file__) + os.sep
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (_HERE, "<frozen ", *([os.path.dirname(torch) + os.sep] if torch else []))
 
 
 _HERE = os.path.dirname(__file__) + os.sep
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_NOT_USERS = tuple(start for start in (_HERE, _folder("torch"), "<frozen ") if start)
