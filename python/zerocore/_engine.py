@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._checkpoint import Checkpoints, Loaded
 from zerocore._join import Join
+from zerocore._model_file import ModelFile
 from zerocore._other_state import broadcast, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
@@ -591,6 +593,55 @@ class Engine(torch.nn.Module):
             strict=False,
         )
         return self._checkpoints.resume(dir, what=what, client_state=client_state)
+
+    # The model alone
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves the model's weights and buffers in one file, in the dtype in which it is used. Collective.
+
+        Rank 0 writes what is gathered unit by unit. A name that ends in .safetensors gives safetensors, written tensor
+        by tensor, in which a tied tensor stands once, under its first name; any other gives torch.save's format, for
+        which rank 0 holds all of it. From a checkpoint, `zerocore export` makes the same without a job.
+
+        Args:
+            save_dir: made if need be.
+            save_filename: the file in it; one that stands is replaced when the new one is whole.
+            exclude_frozen_parameters: leave out what is not trained.
+
+        Returns:
+            False, with a warning, when nothing was saved: in stage 3 without `zero.gather_16bit_weights_on_save`.
+
+        Raises:
+            IoError: on every rank, when it could not be written.
+        """
+        path = Path(save_dir) / save_filename
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            if self.rank == 0:
+                logger.warning(
+                    "[engine] save_16bit_model: %s was not saved: in stage 3 it takes "
+                    "zero.gather_16bit_weights_on_save=True (zero_optimization."
+                    "stage3_gather_16bit_weights_on_model_save).",
+                    path,
+                )
+            return False
+        ModelFile(self, exclude_frozen=exclude_frozen_parameters).save(path)
+        return True
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether save_16bit_model() gathers the weights in stage 3."""
+        return self.config.zero.gather_16bit_weights_on_save
+
+    # What Accelerate calls, in any stage: a state dict of the whole model on rank 0, None on the others. Collective.
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return ModelFile(self, exclude_frozen=exclude_frozen_parameters).gather()
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     # Settings
 

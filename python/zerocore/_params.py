@@ -331,6 +331,10 @@ class ModelParams(_released.NotPickled):
         kept: torch.dtype = self._kept[index]
         return kept
 
+    def used_dtype(self, index: int) -> torch.dtype:
+        used: torch.dtype = self._used[index]
+        return used
+
     def group_of(self, index: int) -> int | None:
         return self._groups[index]
 

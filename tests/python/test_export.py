@@ -81,8 +81,7 @@ def read(out):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["odd", "cnn", "t5"])
+@pytest.mark.parametrize(("name", "dtype"), [("odd", "fp32"), ("odd", "bf16"), ("cnn", "fp16"), ("t5", "bf16")])
 def test_load_model_gives_what_was_trained(folder, name, dtype, world_size):
     expected, _ = trained(name, folder / "run", dtype=dtype)
     if zerocore._comm.world().rank == 0:
@@ -195,6 +194,94 @@ def test_neither_torch_nor_numpy_is_needed(folder):
     code += f"sys.exit(main(['export', {str(folder)!r}, {str(folder / 'out')!r}, '--dtype', 'fp16']))"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert read(folder / "out")["inner.weight"].dtype == torch.float16
+
+
+# From an engine
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype", "compute"),
+    [("odd", "fp32", None), ("odd", "bf16", None), ("odd", "fp32", "bf16"), ("cnn", "bf16", None)],
+)
+def test_save_16bit_model(folder, name, stage, dtype, compute, world_size):
+    engine = engine_of(make(name), stage=stage, dtype=dtype, compute=compute, gather=True)
+    train(engine, name, compute or dtype)
+    used = DTYPES[compute or dtype]
+    expected = engine.state_dict()
+    params = dict(engine.module.named_parameters())
+    expected = {
+        key: value.to(used) if key in params or key == "head.weight" else value for key, value in expected.items()
+    }
+    assert engine.save_16bit_model(folder / "new" / "folder")
+    assert engine.save_16bit_model(folder, save_filename="model.safetensors")
+    got = engine._zero3_consolidated_16bit_state_dict()
+    assert (got is None) == (engine.rank != 0)
+    if engine.rank == 0:
+        assert_same(got, expected)
+        loaded = torch.load(folder / "new" / "folder" / "pytorch_model.bin")
+        assert_same(loaded, expected)
+        model = make(name).to(used)
+        safetensors.torch.load_model(model, folder / "model.safetensors")
+        assert_same(
+            {key: value for key, value in model.state_dict().items() if key in params}, {k: expected[k] for k in params}
+        )
+        if name == "odd":
+            assert loaded["head.weight"].data_ptr() == loaded["table.weight"].data_ptr()
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                assert file.metadata() == {"format": "pt", "head.weight": "table.weight"}
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_save_16bit_model_without_gathering(folder, world_size, caplog):
+    engine = engine_of(make("odd"), stage=3)
+    assert not engine.zero_gather_16bit_weights_on_model_save()
+    assert engine.save_16bit_model(folder) is False
+    assert not list(folder.iterdir())
+    assert engine.rank or "stage3_gather_16bit_weights_on_model_save" in caplog.text
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_save_16bit_model_leaves_out_what_is_frozen(folder, file, world_size):
+    engine = engine_of(make("odd"), stage=3, gather=True)
+    assert engine.save_16bit_model(folder, file, True)
+    expected = engine.state_dict()
+    engine.close()
+    if engine.rank == 0:
+        got = read(folder) if file.endswith("rs") else torch.load(folder / file)
+        gone = {"frozen.weight", "frozen.bias"} | ({"head.weight"} if file.endswith("rs") else set())
+        assert_same(got, {name: value for name, value in expected.items() if name not in gone})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_save_16bit_model_on_a_full_disk(folder, file, world_size):
+    """An error on every rank; what was there stands, and the next one succeeds."""
+    import resource
+
+    engine = engine_of(make("odd"), stage=3, gather=True)
+    assert engine.save_16bit_model(folder, file)
+    before = (folder / file).read_bytes()
+    train(engine, "odd", "fp32")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if engine.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        with pytest.raises(IoError) as error:
+            engine.save_16bit_model(folder, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno in (27, 28)
+    assert (folder / file).read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == [file]
+    engine.comm.barrier("compared").wait()
+    assert engine.save_16bit_model(folder, file)
+    assert (folder / file).read_bytes() != before
+    engine.close()
 
 
 # What is refused, and what fails
