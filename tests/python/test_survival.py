@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -17,16 +18,17 @@ FLAGS = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--mi
 STEPS = 60
 NO_CHILD_OF = ("ZC_RANK_PROCESS", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "ZC_LAUNCHER")
 TIMEOUT_S = 120
+KILLED_AT = Path(__file__).with_name("killed_at.py")
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*launcher flags, stage=...): a job in the background that saves to tmp_path / "run" every 10 steps."""
+    """start(*launcher flags, stage=..., script=[...]): a job in the background that saves every 10 steps."""
     jobs = []
 
-    def start(*launcher, stage=2, save="run"):
+    def start(*launcher, stage=2, script=(train_gpt.__file__,), save="run"):
         env = {name: value for name, value in os.environ.items() if name not in NO_CHILD_OF}
-        command = [sys.executable, "-m", "zerocore", *launcher, train_gpt.__file__, *FLAGS, "--dtype", "fp32"]
+        command = [sys.executable, "-m", "zerocore", *launcher, *map(str, script), *FLAGS, "--dtype", "fp32"]
         command += ["--steps", str(STEPS), "--stage", str(stage), "--out", str(tmp_path)]
         command += ["--save", str(tmp_path / save), "--save-every", "10"]
         job = subprocess.Popen(
@@ -111,3 +113,18 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(start, tmp_path
     assert re.search(r"rank \d failed first, .* \(signal 9\)", output), output
     assert re.search(r"2 ranks, without rank \d that died", output), output
     assert sha256(output) == undisturbed
+
+
+@pytest.mark.soak
+def test_twenty_kills_at_random_steps(start, undisturbed):
+    """4 ranks, one of them killed: the others go on, 3 of them carrying batches of 8."""
+    rng = random.Random(0)
+    for number in range(20):
+        rank, step = rng.randrange(4), rng.randrange(STEPS)
+        stage = number % 4
+        script = (KILLED_AT, rank, step, train_gpt.__file__)
+        job = start("--num_ranks", "4", "--max-restarts", "1", stage=stage, script=script, save=f"run{number}")
+        output = finish(job)
+        assert job.returncode == 0, output
+        assert f"3 ranks, without rank {rank} that died" in output
+        assert sha256(output) == undisturbed, (number, rank, step)
