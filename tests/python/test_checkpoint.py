@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import zerocore
 from toy_models import SHARD_ALL, batch, make
+from zerocore._engine_state import _generator_states
 from zerocore._load import Checkpoint
 from zerocore.config import (
     CheckpointConfig,
@@ -256,6 +257,34 @@ def test_data_goes_on(folder, world_size):
     engine = loader_engine()
     engine.resume(folder)
     assert steps(engine, iter(engine.training_dataloader), 4) == expected
+    engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_rank_reads_what_it_keeps(folder, stage, world_size, monkeypatch):
+    """Straight into its place: no byte of a parameter more, whatever ranks and buckets it was saved from."""
+    engine = build("wide", stage=0, bucket=10**6)
+    train(engine, "wide", 1)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build("wide", stage=stage, bucket=2000)
+    core = engine._params.core
+    kept = sum(end - begin for begin, end in map(core.loaded_range, range(len(engine._params.params))))
+    read = []
+    original = zerocore._core.read_ranges
+
+    def read_ranges(path, file_bytes, hashes, ranges, **options):
+        read.extend(size for offset, size, _ in ranges if offset > 0)  # headers are at 0
+        return original(path, file_bytes, hashes, ranges, **options)
+
+    monkeypatch.setattr(zerocore._core, "read_ranges", read_ranges)
+    engine.load_checkpoint(folder)
+    generators = sum(state.numel() for state in _generator_states().values())
+    assert sum(read) == 3 * 4 * kept + generators
+    assert engine.comm.all_reduce([kept], zerocore._core.ReduceOp.sum, "all")[0] == sum(
+        p.numel() for p in engine.module.parameters()
+    )
     engine.close()
 
 
