@@ -7,25 +7,23 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _IncompatibleKeys
 
 from zerocore import _comm, _core, _data, _init, _memory, _optimizer, checkpointing, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
-from zerocore._checkpoint import Checkpoints, Loaded
+from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
-from zerocore._model_file import ModelFile
 from zerocore._other_state import broadcast, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
-from zerocore._restore import What
+from zerocore._saving import Saving
 from zerocore._units import Unit, choose_units
+from zerocore._whole_model import WholeModel
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
 
@@ -41,7 +39,7 @@ class GradNorm:
     factor: float
 
 
-class Engine(torch.nn.Module):
+class Engine(WholeModel, Saving):
     """Trains `model` with its states sharded as the ZeRO stage says.
 
     It is used like the module itself:
@@ -374,274 +372,6 @@ class Engine(torch.nn.Module):
                 for name, value in count.items():
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
         return report
-
-    # Parameters that are spread over the ranks
-
-    def unsharded(
-        self, module: torch.nn.Module | None = None, *, modifier_rank: int | None = None
-    ) -> zero.GatheredParameters:
-        """A block in which all parameters of `module`, by default of the whole model, are whole. Collective.
-
-        It takes the memory of all of them on every rank. See zero.GatheredParameters for `modifier_rank`.
-        """
-        return zero.GatheredParameters(self.module if module is None else module, modifier_rank=modifier_rank)
-
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Copies of what a state dict of the plain model would hold, under the same names. Collective.
-
-        Parameters are gathered one unit after the other, so that beside the result only one unit is whole. They are in
-        the dtype in which they are kept.
-
-        Args:
-            rank0_only: the other ranks take part and get an empty dict.
-        """
-        self._check_all_here("state_dict")
-        found: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        values: dict[int, torch.Tensor] = {}
-        for key, value in self._params.copies(v for v in found.values() if isinstance(v, torch.Tensor)):
-            if self.rank == 0 or not rank0_only:
-                values[key] = value
-        if rank0_only and self.rank != 0:
-            return {}
-        return {name: values.get(id(value), value) for name, value in found.items()}
-
-    def iter_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of state_dict() one by one, for a model that is larger than a rank's memory. Collective.
-
-        Every rank must go through all of them. A tied tensor comes once for each of its names.
-        """
-        self._check_all_here("iter_state_dict")
-        names: dict[int, list[str]] = {}
-        tensors = {name: v for name, v in self.module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
-        for name, value in tensors.items():
-            names.setdefault(id(value), []).append(name)
-        for key, value in self._params.copies(tensors.values()):
-            for name in names[key]:
-                yield name, value
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads what state_dict() has returned, or the plain model's; rank 0's values count. Collective.
-
-        Masters take the values as they are given, unrounded. The optimizer's state stays.
-
-        Args:
-            strict: names that are missing or unexpected are an error.
-
-        Returns:
-            The names that were missing, and those that were not expected, as torch's does.
-        """
-        if assign:
-            raise ConfigError("[engine] load_state_dict: got assign=True, expected False: values are copied.")
-        self._check_all_here("load_state_dict")
-        own = self.module.state_dict(keep_vars=True)
-        missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own]
-        if strict and (missing or unexpected):
-            raise ConfigError(
-                f"[engine] load_state_dict: got {len(unexpected)} names that the model does not have (first "
-                f"{unexpected[:3]}) and no value for {len(missing)} (first {missing[:3]}), expected the model's own "
-                "names. Load a state of this model, or pass strict=False."
-            )
-        for name, target in own.items():
-            if name in state_dict and isinstance(target, torch.Tensor):
-                value = state_dict[name]
-                if tuple(value.shape) != tuple(target.shape):
-                    raise ConfigError(
-                        f"[engine] load_state_dict: {name}: got shape {tuple(value.shape)}, expected "
-                        f"{tuple(target.shape)}. Load a state of this model."
-                    )
-        for name, target in own.items():
-            if name in state_dict and isinstance(target, torch.Tensor):
-                self._params.load(target, state_dict[name])
-        return _IncompatibleKeys(missing, unexpected)
-
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> str:
-        """Saves all that resuming needs to `save_dir/tag`, which then exists whole or not at all. Collective.
-
-        It loads on any number of ranks and in any stage. With `checkpoint.async_save` it returns when the state is
-        copied, and a thread writes; its failure is raised by the next save, `wait_for_checkpoint()` or `close()`.
-        docs/checkpoints.md has the format.
-
-        Args:
-            save_dir: a folder that all ranks see; made if need be.
-            tag: the checkpoint's folder in it; by default global_step<N>. One that stands already is replaced.
-            client_state: what the user wants back from load_checkpoint(): JSON types and tensors. Rank 0's counts.
-            save_latest: let the file `save_dir/latest` name this checkpoint.
-            exclude_frozen_parameters: leave out what is not trained; for adapters on a model that is kept elsewhere.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            ConfigError: in the middle of a step, or with a client state of other types.
-            IoError: on every rank, when one of them could not write: errno says why. What was saved before stands,
-                and training can go on.
-        """
-        self._check_all_here("save_checkpoint")
-        if self._params.gradients.in_micro_step or self._accumulation.micro_steps > 0:
-            raise ConfigError(
-                f"[ckpt] save_checkpoint: got a call with gradients of {self._accumulation.micro_steps} micro-steps "
-                "pending, expected one right after a step() that updates. Save on an accumulation boundary."
-            )
-        self._check_whole()
-        path = self._checkpoints.save(
-            save_dir,
-            tag=tag,
-            client_state={} if client_state is None else client_state,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-        return str(path)
-
-    def wait_for_checkpoint(self) -> None:
-        """Waits until the last save_checkpoint() is on disk. Collective.
-
-        Raises:
-            IoError: it could not be written.
-        """
-        self._checkpoints.wait()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-        *,
-        strict: bool = False,
-    ) -> Loaded:
-        """Loads a checkpoint, saved on any number of ranks and in any stage. Collective.
-
-        Each rank reads what it keeps; all that is read is checked. Without a tag it is the one that `load_dir/latest`
-        names, or the newest; one that is damaged is named in a warning and the one before it is loaded. What is in the
-        checkpoint or the model but not in both is listed in a warning.
-
-        Args:
-            tag: load this one and no other.
-            load_module_strict: parameters or buffers that are missing, unexpected or of another shape are an error.
-            load_optimizer_states: moments, step counts, hyperparameters and loss scale too.
-            load_lr_scheduler_states: the scheduler too.
-            load_module_only: parameters and buffers only: no counters, optimizer, scheduler, data position.
-            custom_load_fn: called as custom_load_fn(src=state dict, dst=module) to load the parameters, on all ranks,
-                the model whole; rank 0's values count.
-            strict: anything that is damaged or not loaded is an error.
-
-        Returns:
-            (folder of the checkpoint, client state); (None, None) where there is no checkpoint.
-
-        Raises:
-            CheckpointError: it is damaged; or all are.
-            ConfigError: it does not fit the model.
-            IoError: reading failed.
-        """
-        self._check_all_here("load_checkpoint")
-        if self._params.gradients.in_micro_step:
-            raise ConfigError(
-                "[ckpt] load_checkpoint: got a call between backward() and step(), expected one outside of a "
-                "micro-step. Call zero_grad() or step() first."
-            )
-        what = What(
-            module_strict=load_module_strict,
-            optimizer_states=load_optimizer_states and not load_module_only,
-            scheduler_states=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-            custom_load_fn=custom_load_fn,
-            strict=strict,
-        )
-        loaded = self._checkpoints.load(load_dir, tag=tag, what=what)
-        if loaded.path is None and self.rank == 0:
-            logger.warning("[ckpt] load_checkpoint: got no checkpoint in %s, nothing was loaded.", load_dir)
-        return loaded
-
-    def resume(
-        self, dir: str | os.PathLike[str], *, client_state: Callable[[], dict[str, Any]] | None = None
-    ) -> Loaded:
-        """Goes on from the newest whole checkpoint in `dir`, or starts afresh where there is none. Collective.
-
-        From then on SIGTERM, to any rank, ends the job well: the step is finished, a checkpoint is saved to `dir`, and
-        every rank exits with code 0.
-
-        Args:
-            dir: where the job saves its checkpoints.
-            client_state: called for the client state of a checkpoint that is saved because of SIGTERM.
-
-        Returns:
-            As load_checkpoint(); (None, None) at a fresh start.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is whole.
-            ConfigError: the checkpoint does not fit the model.
-        """
-        what = What(
-            module_strict=True,
-            optimizer_states=True,
-            scheduler_states=True,
-            counters=True,
-            custom_load_fn=None,
-            strict=False,
-        )
-        return self._checkpoints.resume(dir, what=what, client_state=client_state)
-
-    # The model alone
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Saves the model's weights and buffers in one file, in the dtype in which it is used. Collective.
-
-        Rank 0 writes what is gathered unit by unit. A name that ends in .safetensors gives safetensors, written tensor
-        by tensor, in which a tied tensor stands once, under its first name; any other gives torch.save's format, for
-        which rank 0 holds all of it. From a checkpoint, `zerocore export` makes the same without a job.
-
-        Args:
-            save_dir: made if need be.
-            save_filename: the file in it; one that stands is replaced when the new one is whole.
-            exclude_frozen_parameters: leave out what is not trained.
-
-        Returns:
-            False, with a warning, when nothing was saved: in stage 3 without `zero.gather_16bit_weights_on_save`.
-
-        Raises:
-            IoError: on every rank, when it could not be written.
-        """
-        path = Path(save_dir) / save_filename
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            if self.rank == 0:
-                logger.warning(
-                    "[engine] save_16bit_model: %s was not saved: in stage 3 it takes "
-                    "zero.gather_16bit_weights_on_save=True (zero_optimization."
-                    "stage3_gather_16bit_weights_on_model_save).",
-                    path,
-                )
-            return False
-        ModelFile(self, exclude_frozen=exclude_frozen_parameters).save(path)
-        return True
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether save_16bit_model() gathers the weights in stage 3."""
-        return self.config.zero.gather_16bit_weights_on_save
-
-    # What Accelerate calls, in any stage: a state dict of the whole model on rank 0, None on the others. Collective.
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        return ModelFile(self, exclude_frozen=exclude_frozen_parameters).gather()
-
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     # Settings
 

@@ -19,7 +19,7 @@ from zerocore._save import named_errors
 from zerocore.errors import IoError
 
 if TYPE_CHECKING:
-    from zerocore._engine import Engine
+    from zerocore._whole_model import WholeModel
 
 logger = logging.getLogger("zerocore")
 
@@ -31,7 +31,7 @@ class ModelFile:
         exclude_frozen: without the parameters that require no gradient.
     """
 
-    def __init__(self, engine: Engine, *, exclude_frozen: bool) -> None:
+    def __init__(self, engine: WholeModel, *, exclude_frozen: bool) -> None:
         self._engine = engine
         self._tensors: dict[str, torch.Tensor] = {}  # the model's own, by name; a tied one under each of its names
         self._others: dict[str, Any] = {}
