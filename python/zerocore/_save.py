@@ -238,12 +238,14 @@ def _prune(target: Target, replaced: Path | None) -> None:
         if target.keep_last is None:
             return
         ours = [each for each in newest_first(target.dir) if _DEFAULT_TAG.fullmatch(each.name)]
-        for old in ours[target.keep_last :]:
-            if old.name == target.tag:
-                continue
-            dying = old.with_name(f".{old.name}.deleting")
-            old.rename(dying)  # so that nothing half-deleted has the name of a checkpoint
-            shutil.rmtree(dying)
+        dying = [
+            old.rename(old.with_name(f".{old.name}.deleting"))
+            for old in ours[target.keep_last :]
+            if old.name != target.tag
+        ]
+        _core.sync_folder(target.dir)  # nothing half-deleted has the name of a checkpoint, a power cut or not
+        for each in dying:
+            shutil.rmtree(each)
     except OSError as error:
         logger.warning("[ckpt] old checkpoints in %s could not be deleted: %s", target.dir, error)
 

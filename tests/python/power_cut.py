@@ -6,6 +6,7 @@ cut after any of them. It promises no more than POSIX does: what was written to 
 happened to a folder's entries since the folder's, may have reached the disk or not, each on its own.
 """
 
+import ctypes
 import itertools
 import os
 import random
@@ -33,6 +34,17 @@ def faults(root, *, at=0, action="", error=0, journal=""):
         "ZC_FAULTY_ERRNO": str(error),
         "ZC_FAULTY_JOURNAL": str(journal),
     }
+
+
+def begin(**variables):
+    """In a process with the library loaded: from here on these variables hold, and operations count from 1."""
+    os.environ.update({"ZC_FAULTY_ROOT": "", **variables})
+    ctypes.CDLL(None).zc_faulty_begin()
+
+
+def count():
+    """How many operations there were since begin()."""
+    return int(ctypes.CDLL(None).zc_faulty_count())
 
 
 def read_journal(path):
