@@ -98,6 +98,8 @@ def job(tmp_path):
         deadline = time.monotonic() + 3
         while (left := each.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
         assert not left
 
 
@@ -226,6 +228,23 @@ def test_survivors_of_a_kill_can_speak(job):
     assert re.match(r"zerocore: rank 1 failed first, .*: it was killed by SIGKILL \(signal 9\)\. If nobody", done.err)
     assert "zerocore: then ranks 0, 2 exited with code 5\n" in done.err
     assert "BAD TERMINATION" not in done.out + done.err
+
+
+def test_survivors_name_the_dead(job):
+    done = run(
+        job,
+        "--num_ranks 3",
+        """
+        meet = join()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet("next")
+        """,
+    )
+    assert done.code == 128 + signal.SIGKILL
+    first, others, _ = done.err.splitlines()
+    assert first.startswith("zerocore: rank 1 failed first, ")
+    assert others.startswith("zerocore: then ranks 0, 2 raised CommError: [comm] rank 1 has died (its process is gone")
 
 
 def test_an_exit_code_is_kept_and_the_others_are_ended(job):
