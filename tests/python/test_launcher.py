@@ -179,8 +179,9 @@ def test_the_first_failure_is_shown_first(job):
     assert done.err.count("Traceback") == 1
     assert done.err.splitlines()[1] == "Traceback (most recent call last):"
     assert 'script.py", line' in done.err
-    assert others[0].startswith(
-        "zerocore: then ranks 0, 2 raised CommError: [comm] rank 1 has left (raised ValueError: bad sample in shard 5)"
+    assert re.match(
+        r"zerocore: \d\.\d s later ranks 0, 2 raised CommError: \[comm\] rank 1 has left \(raised ValueError: bad sample in",
+        others[0],
     )
     assert others[1:] == ["zerocore: the job has failed; exit code 1 is that of rank 1"]
     assert "BAD TERMINATION" not in done.out + done.err  # mpirun's own opinion
@@ -200,7 +201,7 @@ def test_a_consequence_that_comes_first_is_not_shown_first(job):
         """,
     )
     assert re.match(r"zerocore: rank 1 failed first, .*: it raised ValueError: the cause\nTraceback", done.err)
-    assert "zerocore: then rank 0 raised CommError: [comm] somebody else has failed\n" in done.err
+    assert "zerocore: 0.0 s later rank 0 raised CommError: [comm] somebody else has failed\n" in done.err
 
 
 def test_survivors_of_a_kill_can_speak(job):
@@ -226,7 +227,7 @@ def test_survivors_of_a_kill_can_speak(job):
     shared = [line.split()[1] for line in lines if line.startswith("file /dev/shm/")]
     assert not any(os.path.exists(path) for path in shared), shared  # MPICH would leave its own
     assert re.match(r"zerocore: rank 1 failed first, .*: it was killed by SIGKILL \(signal 9\)\. If nobody", done.err)
-    assert "zerocore: then ranks 0, 2 exited with code 5\n" in done.err
+    assert " s later ranks 0, 2 exited with code 5\n" in done.err
     assert "BAD TERMINATION" not in done.out + done.err
 
 
@@ -244,7 +245,10 @@ def test_survivors_name_the_dead(job):
     assert done.code == 128 + signal.SIGKILL
     first, others, _ = done.err.splitlines()
     assert first.startswith("zerocore: rank 1 failed first, ")
-    assert others.startswith("zerocore: then ranks 0, 2 raised CommError: [comm] rank 1 has died (its process is gone")
+    named = re.match(
+        r"zerocore: (.*) s later ranks 0, 2 raised CommError: \[comm\] rank 1 has died \(its process", others
+    )
+    assert float(named[1]) < 5
 
 
 def test_an_exit_code_is_kept_and_the_others_are_ended(job):
@@ -263,7 +267,7 @@ def test_an_exit_code_is_kept_and_the_others_are_ended(job):
     )
     assert done.code == 42
     assert "rank 1 failed first" in done.err
-    assert "then rank 0 did not end within 0.5 s of the failure and had to be killed" in done.err
+    assert "later rank 0 did not end within 0.5 s of the failure and had to be killed" in done.err
     assert done.seconds < 8  # 3 of them between SIGTERM and SIGKILL
 
 
@@ -284,7 +288,7 @@ def test_a_stopped_rank_is_ended(job):
     assert re.search(
         r"rank 0 failed first, .* \[comm\] timed out after 0\.5 s in next: rank 1 did not arrive", done.err
     )
-    assert "then rank 1 did not end within 0.5 s of the failure and had to be killed" in done.err
+    assert "later rank 1 did not end within 0.5 s of the failure and had to be killed" in done.err
 
 
 def test_mpi_abort_ends_the_job(job):

@@ -55,7 +55,7 @@ def launch(options: Options, env: Mapping[str, str] = os.environ) -> int:
             on_failure=show_first,
         ).run()
         progress = newest.take(outcome)
-        show_others(outcome.failures[1:])
+        show_others(outcome.failures)
         if signals.count:
             say(f"{_stopped(outcome, ranks, signals)}{newest.describe()}")
             return outcome.code
@@ -124,13 +124,15 @@ def show_first(failure: Failure) -> None:
 
 
 def show_others(failures: list[Failure]) -> None:
-    """A line for each thing that happened then, and the ranks that it happened to."""
-    found: dict[str, list[int]] = {}
-    for failure in failures:
+    """After the first failure: a line for each thing that followed, and the ranks that it happened to."""
+    found: dict[str, list[Failure]] = {}
+    for failure in failures[1:]:
         if failure.rank is not None:
-            found.setdefault(failure.what.replace(" (this rank)", ""), []).append(failure.rank)
-    for what, ranks in list(found.items())[:LINES]:
-        say(f"then {_ranks(ranks)} {what[:LINE]}{'...' if len(what) > LINE else ''}")
+            found.setdefault(failure.what.replace(" (this rank)", ""), []).append(failure)
+    for what, group in list(found.items())[:LINES]:
+        seconds = max(0.0, group[0].seconds - failures[0].seconds)
+        ranks = _ranks([failure.rank for failure in group if failure.rank is not None])
+        say(f"{seconds:.1f} s later {ranks} {what[:LINE]}{'...' if len(what) > LINE else ''}")
     if len(found) > LINES:
         say(f"and {len(found) - LINES} other things happened to other ranks")
 
