@@ -8,7 +8,7 @@ RUN := tools/with-env
 CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof test soak bench bench-step bench-checkpoint format lint clean
+.PHONY: help build train proof chaos test soak bench bench-step bench-checkpoint format lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -21,6 +21,9 @@ train: build  ## train a small GPT on two ranks; flags: make train ARGS="--stage
 
 proof: build  ## the same bits in every stage on 1, 2 and 4 ranks, as a table
 	@$(RUN) python examples/proof.py $(ARGS)
+
+chaos: build  ## kill, stop and confuse ranks of a training that ends with the same bits all the same
+	@$(RUN) python examples/chaos.py $(ARGS)
 
 test: environment-test  ## all C++ and Python tests
 	@tools/debian-packages libgtest-dev

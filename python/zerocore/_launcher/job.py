@@ -22,6 +22,7 @@ from zerocore._launcher.server import Event, Server
 
 START_TIMEOUT_S = 120.0  # until all shims have reported
 CAUSE_WAIT_S = 1.0  # a CommError is a consequence: how long its cause may take to be heard of
+SPOKEN_WAIT_S = 1.0  # for the end of ranks that have all said why: there is nothing more to hear from them
 KILL_WAIT_S = 3.0  # between SIGTERM and SIGKILL
 LEAVE_WAIT_S = 5.0  # for mpirun, when all scripts have ended
 LAST_WORDS_S = 1.0  # for what is under way when all have ended
@@ -52,6 +53,11 @@ class RankState:
     code: int | None = None  # of its script; negative: the signal that ended it
     over: bool = False
     failure: Failure | None = None
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether nothing more is to be heard from it."""
+        return self.over or (self.failure is not None and self.failure.traceback != "")
 
 
 @dataclass
@@ -232,6 +238,11 @@ class Job:
         rank.failure = failure
         if self._phase is Phase.running:
             self._enter(Phase.failing, self._grace_s)
+        if self._phase is Phase.failing and self._all_have_spoken():
+            self._enter(Phase.failing, min(self._grace_s, SPOKEN_WAIT_S))
+
+    def _all_have_spoken(self) -> bool:
+        return all(rank.has_spoken for rank in self._ranks.values())
 
     def _fail_whole(self, what: str) -> None:
         self._outcome.failures.append(Failure(None, what, time.monotonic() - self._start))
@@ -276,7 +287,7 @@ class Job:
                 Failure(None, f"rank {', '.join(missing)} did not start within {START_TIMEOUT_S:g} s", START_TIMEOUT_S)
             )
             self._kill()
-        elif self._phase is Phase.failing:
+        elif self._phase is Phase.failing and not self._all_have_spoken():
             self._enter(Phase.terminating, KILL_WAIT_S)
             self._server.order("signal", number=int(signal.SIGTERM))
         elif self._phase is Phase.killing:
