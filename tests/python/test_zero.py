@@ -14,7 +14,7 @@ from torch import nn
 from toy_models import SHARD_ALL, batch, make
 from zerocore import _comm, utils, zero
 from zerocore.config import OptimizerConfig, PrecisionConfig, ZeroConfig
-from zerocore.errors import CommError, ConfigError, Error
+from zerocore.errors import ConfigError, Error
 
 
 class Blocks(nn.Module):
@@ -879,29 +879,3 @@ def test_a_model_whose_states_exceed_a_ranks_memory(mpirun):
     assert job.stdout.count("trained") == 2, job.stdout
     job = mpirun(1, "-c", LARGER_THAN_MEMORY, "whole", timeout=60)
     assert job.returncode != 0 and "it fits" not in job.stdout  # the limit is one
-
-
-BRANCH = """
-import torch, zerocore
-from torch import nn
-from zerocore.config import OptimizerConfig, ZeroConfig
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-    def forward(self, x, rank):
-        return (self.left if rank == 0 else self.right)(x).sum()
-
-config = zerocore.Config(micro_batch_size=1, optimizer=OptimizerConfig(type="sgd"),
-                         zero=ZeroConfig(stage=3, persistent_param_numel=0, unit_numel=1))
-engine = zerocore.Engine(Model(), config)
-engine.backward(engine(torch.ones(1, 64), engine.rank))
-"""
-
-
-def test_a_rank_that_takes_another_branch_is_named(mpirun):
-    job = mpirun(2, "-c", BRANCH, timeout=60)
-    assert job.returncode != 0
-    assert CommError.__name__ in job.stdout
-    assert "gather bucket" in job.stdout and "left.bias" in job.stdout and "right.bias" in job.stdout
