@@ -364,6 +364,17 @@ def test_a_stopped_rank_is_named_after_the_timeout(job):
         assert "rank 1 has not arrived (it was last in step 1, " in r.text
 
 
+def test_a_checkpoint_on_rank_0_only_is_named(job, tmp_path):
+    script = AFTER_TWO_STEPS.replace("rank == 1", "rank == 0")
+    save = f"engine.save_checkpoint({str(tmp_path / 'run')!r})"
+    ranks = job(3, script.replace("FAULT", save))
+    for r in ranks[1:]:
+        assert r.seconds < SECONDS
+        assert "CommError: [comm] ranks are in different collectives: rank 0 is in step 2, save_checkpoint [" in r.text
+        assert re.search(rf"rank 0 at \S*train.py:{job.line(save)}[;. ]", r.text)
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_more_call_on_one_rank_is_named(job):
     ranks = job(3, AFTER_TWO_STEPS.replace("FAULT", "engine.all_reduce_mean(1.0)"))
     for r in ranks:
