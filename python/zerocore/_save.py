@@ -178,10 +178,10 @@ def _saving(target: Target) -> Path:
 
 def _prepare(target: Target) -> None:
     with named_errors(target.dir):
-        made = not target.dir.exists()
+        made = [each for each in (target.dir, *target.dir.parents) if not each.exists()]
         target.dir.mkdir(parents=True, exist_ok=True)
-        if made:
-            _core.sync_folder(target.dir.parent)
+        for each in made:
+            _core.sync_folder(each.parent)
         restore_replaced(target.dir)
         for left in target.dir.iterdir():
             if _LEFT_OVER.fullmatch(left.name):
