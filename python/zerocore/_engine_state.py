@@ -363,12 +363,13 @@ def describe(
     }
 
     def make(files: list[File], pieces: Pieces) -> Manifest:
-        return Manifest(**fixed, files=files, entries=[_entry(item, pieces) for item in items])
+        return Manifest(**fixed, files=files, entries=[entry_of(item, pieces) for item in items])
 
     return make
 
 
-def _entry(item: Item, pieces: Pieces) -> Entry:
+def entry_of(item: Item, pieces: Pieces) -> Entry:
+    """What the manifest says of a tensor that was saved."""
     return Entry(
         name=item.name,
         shape=list(item.shape),

@@ -109,9 +109,27 @@ class Checkpoint:
         Raises:
             CheckpointError, IoError: as read().
         """
+        for problem in self.problems():
+            raise problem
+
+    def problems(self) -> Iterator[CheckpointError | IoError]:
+        """Reads everything; what is wrong with each file, and with each entry whose pieces are not where it says."""
+        sound = set()
         for number, file in enumerate(self.manifest.files):
-            self._header(number)
-            _core.verify_file(self.path / file.name, file.bytes, file.hashes(), **self._options())
+            try:
+                _core.verify_file(self.path / file.name, file.bytes, file.hashes(), **self._options())
+                self._header(number)
+                sound.add(number)
+            except (CheckpointError, IoError) as error:
+                yield error
+        for entry in self.manifest.entries:
+            try:
+                for part in entry.parts:
+                    for piece in part.pieces:
+                        if piece.file in sound:
+                            self._data_begin(part, piece.file, piece.key, piece.end - piece.begin)
+            except CheckpointError as error:
+                yield error
 
     def _ranges(self, wanted: Wanted) -> Iterator[tuple[int, int, int, int]]:
         item = safetensors.ITEM_BYTES[wanted.part.dtype]
@@ -198,14 +216,21 @@ def candidates(dir: Path) -> list[Path]:
     """The checkpoints in `dir` in the order in which to try them: the one that `latest` names, then newest first."""
     restore_replaced(dir)
     found = newest_first(dir)
-    try:
-        name = _small_file(dir / LATEST, _MAX_LATEST_BYTES).decode().strip()
-    except (OSError, CheckpointError, UnicodeDecodeError):
+    name = latest_name(dir)
+    if name is None:
         return found
     named = [each for each in found if each.name == name]
     if not named and name and "/" not in name and not name.startswith("."):
         named = [dir / name]  # gone: opening it says so
     return named + [each for each in found if each.name != name]
+
+
+def latest_name(dir: Path) -> str | None:
+    """What `dir/latest` says; None where there is none that can be read."""
+    try:
+        return _small_file(dir / LATEST, _MAX_LATEST_BYTES).decode().strip()
+    except (OSError, CheckpointError, UnicodeDecodeError):
+        return None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

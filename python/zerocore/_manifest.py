@@ -122,7 +122,7 @@ class Entry(_Model):
 
 
 class Job(_Model):
-    """Who wrote the checkpoint; for people, but for `threads`, on which torch's bits depend."""
+    """Who wrote the checkpoint; for people, but for `threads`, on which torch's bits depend. 0: not known."""
 
     world_size: Count
     stage: Count

@@ -269,7 +269,7 @@ class Restore:
             if module is not None:
                 self._hand_over(f"set_extra_state of {name}", module.set_extra_state, value)
         threads = torch.get_num_threads()
-        if manifest.job.threads != threads and engine.rank == 0:
+        if manifest.job.threads not in (0, threads) and engine.rank == 0:
             logger.warning(
                 "[ckpt] the checkpoint was saved with %d torch threads a rank, this job has %d: some of torch's bits "
                 "depend on it. Call torch.set_num_threads(%d) for the bits of a run that never stopped.",

@@ -190,7 +190,16 @@ def _prepare(target: Target) -> None:
 
 
 def _write_file(path: Path, sources: list[Source]) -> dict[str, Any]:
-    header = bytearray(make_header([(f"{s.part}/{s.entry}", s.dtype, s.shape) for s in sources], {"format": "pt"}))
+    tensors: list[tuple[str, str, Sequence[int]]] = []
+    pieces: list[list[Any]] = []
+    for s in sources:
+        if pieces and pieces[-1][:2] == [s.entry, s.part] and pieces[-1][3] == s.begin:  # they make up one tensor
+            pieces[-1][3] = s.end
+            tensors[-1] = (*tensors[-1][:2], (s.end - pieces[-1][2],))
+        else:
+            pieces.append([s.entry, s.part, s.begin, s.end])
+            tensors.append((f"{s.part}/{s.entry}", s.dtype, s.shape))
+    header = bytearray(make_header(tensors, {"format": "pt"}))
     segments = [(address_of(header), len(header)), *((s.address, s.bytes) for s in sources)]
     hashes = _core.write_file(path, segments, hash=hash_address(), chunk_bytes=CHUNK_BYTES, num_threads=NUM_THREADS)
     return {
@@ -198,7 +207,7 @@ def _write_file(path: Path, sources: list[Source]) -> dict[str, Any]:
         "bytes": sum(num_bytes for _, num_bytes in segments),
         "header_bytes": len(header),
         "chunks": [f"{each:016x}" for each in hashes],
-        "pieces": [[s.entry, s.part, s.begin, s.end] for s in sources],
+        "pieces": pieces,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ COMMANDS = {
     "export": Command(
         "zerocore._cli.export", "a checkpoint's weights as safetensors, for Hugging Face and plain torch"
     ),
+    "import-deepspeed": Command("zerocore._cli.import_deepspeed", "a DeepSpeed checkpoint, made one of zerocore's"),
+    "inspect": Command("zerocore._cli.inspect", "what is in a checkpoint, and whether it is whole"),
     "report": Command("zerocore._cli.report", "what zerocore finds on this machine, and whether two ranks work"),
 }
 
@@ -46,7 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     module = importlib.import_module(command.module)
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(arguments)))
+        code = int(module.run(parser.parse_args(arguments)))
+        sys.stdout.flush()
+        return code
     except Error as error:
         print(f"zerocore: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 0
