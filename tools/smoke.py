@@ -1,4 +1,8 @@
-"""Trains one step on one rank with the zerocore that is installed, and says where that is."""
+"""Trains one step on one rank with the zerocore that is installed, calls its command, and says where that is."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 import zerocore
@@ -15,4 +19,7 @@ before = model.weight.detach().clone()
 engine.backward(engine(torch.ones(2, 4)).mean())
 engine.step()
 assert not torch.equal(before, model.weight), "a step left the parameters as they were"
+command = Path(sys.executable).with_name("zerocore")
+version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+assert version == f"zerocore {zerocore.__version__}\n", version
 print(f"zerocore {zerocore.__version__} in {zerocore.__file__}: one step on one rank")

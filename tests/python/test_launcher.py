@@ -462,6 +462,14 @@ def test_sigterm_to_a_script_that_does_not_listen(job):
     assert done.err == "zerocore: stopped on SIGTERM, before all ranks had finished: exit code 143\n"
 
 
+def test_sigterm_while_the_ranks_start(job):
+    started = job("--num_ranks 2 --grace-seconds 600", "time.sleep(600)")
+    while not started.processes():  # mpirun, before its shims
+        time.sleep(0.005)
+    started.process.terminate()
+    assert started.wait(20).code == 128 + signal.SIGTERM
+
+
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 
 

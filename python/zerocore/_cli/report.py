@@ -13,10 +13,11 @@ from pathlib import Path
 
 import zerocore
 from zerocore._launcher import machine
-from zerocore._launcher.job import Job, Signals
+from zerocore._launcher.job import Job
 from zerocore._launcher.mpi import find_mpirun, mpi_library
 from zerocore._launcher.run import show_first
 from zerocore._launcher.server import Event
+from zerocore._launcher.signals import Signals
 from zerocore.errors import ConfigError, Error
 
 

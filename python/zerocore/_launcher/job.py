@@ -6,19 +6,19 @@ import contextlib
 import enum
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerocore._channel import LAUNCHER
 from zerocore._launcher import processes
 from zerocore._launcher.mpi import Mpirun
+from zerocore._launcher.outcome import SHIM_GONE, Failure, Outcome, RankState
 from zerocore._launcher.server import Event, Server
+from zerocore._launcher.signals import Signals
 
 START_TIMEOUT_S = 120.0  # until all shims have reported
 CAUSE_WAIT_S = 1.0  # a CommError is a consequence: how long its cause may take to be heard of
@@ -27,57 +27,6 @@ KILL_WAIT_S = 3.0  # between SIGTERM and SIGKILL
 LEAVE_WAIT_S = 5.0  # for mpirun, when all scripts have ended
 LAST_WORDS_S = 1.0  # for what is under way when all have ended
 POLL_S = 0.2
-SHIM_GONE = "was ended together with its shim"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What happened to a rank. `rank` None: to the job as a whole."""
-
-    rank: int | None
-    what: str  # "raised ValueError: bad sample"
-    seconds: float  # after the start
-    traceback: str = ""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another rank's failure is behind it: what that rank did is to be shown instead."""
-        return self.what.startswith("raised CommError") or self.what == SHIM_GONE
-
-
-@dataclass
-class RankState:
-    """A rank as the launcher knows it."""
-
-    pid: int | None = None  # of its script, once that has started
-    code: int | None = None  # of its script; negative: the signal that ended it
-    over: bool = False
-    failure: Failure | None = None
-
-    @property
-    def has_spoken(self) -> bool:
-        """Whether nothing more is to be heard from it."""
-        return self.over or (self.failure is not None and self.failure.traceback != "")
-
-
-@dataclass
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        code: for the shell: 0, or that of the rank that failed first.
-        failures: of the ranks, the first one first.
-        dead: the ranks that a signal killed which was not the launcher's.
-        step, path: the newest checkpoint that was committed; None without one.
-        stopped: whether it was asked to end.
-    """
-
-    code: int = 0
-    failures: list[Failure] = field(default_factory=list)
-    dead: list[int] = field(default_factory=list)
-    step: int | None = None
-    path: str | None = None
-    stopped: bool = False
 
 
 class Phase(enum.Enum):
@@ -88,26 +37,6 @@ class Phase(enum.Enum):
     failing = enum.auto()  # a rank failed: the others have a bounded time to notice and say so
     terminating = enum.auto()  # SIGTERM was sent to what is left
     killing = enum.auto()  # SIGKILL, too
-
-
-class Signals:
-    """What was asked of the launcher itself: SIGTERM, SIGINT and SIGHUP from now on only count here."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = signal.SIGTERM
-        self.wakeup, self._end = socket.socketpair()
-        for end in (self.wakeup, self._end):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._end.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays what it is
-                signal.signal(number, self._take)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
-
-    def _take(self, number: int, _frame: object) -> None:
-        self.count += 1
-        self.last = signal.Signals(number)
 
 
 class Job:
@@ -194,6 +123,8 @@ class Job:
             rank.pid = int(event.fields["pid"])
             if self._phase is Phase.running and all(other.pid is not None for other in self._ranks.values()):
                 self._deadline = None
+            elif self._phase is Phase.stopping:  # it came after the others were told
+                self._server.order("signal", only=event.rank, number=int(signal.SIGTERM))
         elif event.name == "exited":
             rank.code, rank.over = int(event.fields["code"]), True
             if rank.code:
@@ -336,7 +267,8 @@ class Job:
             code = 0 if rank is None else self._ranks[rank].code or 0
             outcome.code = processes.exit_code(code) if code > 0 or rank in outcome.dead else 1
         else:  # what the launcher itself did
-            outcome.code = processes.exit_code(next((rank.code for rank in self._ranks.values() if rank.code), 0))
+            codes = [1 if rank.code is None else processes.exit_code(rank.code) for rank in self._ranks.values()]
+            outcome.code = next((code for code in codes if code), 0)
         return outcome
 
 

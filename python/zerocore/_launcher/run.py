@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerocore._launch import find_launch
-from zerocore._launcher.job import Failure, Job, Outcome, Signals
+from zerocore._launcher.job import Job
 from zerocore._launcher.mpi import find_mpirun
+from zerocore._launcher.outcome import Failure, Outcome
 from zerocore._launcher.restarts import Restarts
+from zerocore._launcher.signals import Signals
 from zerocore.errors import ConfigError
 
 RESTART = "ZC_RESTART"  # for scripts: how often the job has been started again

@@ -73,10 +73,10 @@ class Server:
                 events += self._read(key.data)
         return events
 
-    def order(self, what: str, **fields: Any) -> None:
-        """Tells all shims to do something: "signal" (number), "kill" or "leave"."""
+    def order(self, what: str, *, only: int | None = None, **fields: Any) -> None:
+        """Tells all shims, or that of one rank, to do something: "signal" (number), "kill" or "leave"."""
         line = json.dumps({"do": what, **fields}).encode() + b"\n"
-        for peer in list(self._shims.values()):
+        for peer in [peer for rank, peer in self._shims.items() if only is None or rank == only]:
             with contextlib.suppress(OSError):  # its "gone" tells
                 peer.socket.settimeout(SEND_TIMEOUT_S)
                 peer.socket.sendall(line)
