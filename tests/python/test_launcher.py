@@ -534,7 +534,7 @@ def test_strangers_are_not_heard():
 
 def test_an_mpirun_of_the_other_family_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(mpi, "mpi_library", lambda: "Open MPI v5.0.1")
-    monkeypatch.setattr(mpi, "_candidates", lambda names: ["/site/mpirun", "/other/mpiexec"])
+    monkeypatch.setattr(mpi, "_candidates", lambda family: ["/site/mpirun", "/other/mpiexec"])
     monkeypatch.setattr(mpi, "_version_of", {"/site/mpirun": "HYDRA build details:", "/other/mpiexec": "?"}.get)
     with pytest.raises(ConfigError, match=r"no mpirun fits .* got /site/mpirun \(mpich\), /other/mpiexec \(of another"):
         mpi.find_mpirun()

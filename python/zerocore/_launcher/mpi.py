@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -74,7 +76,7 @@ def mpi_library() -> str:
 
 
 def find_mpirun() -> Mpirun:
-    """The mpirun of mpi4py's library: beside this Python, where the wheels put it, else on PATH.
+    """The mpirun of mpi4py's library: beside this Python or in the library's wheel, else on PATH.
 
     Raises:
         ConfigError: none fits.
@@ -87,7 +89,7 @@ def find_mpirun() -> Mpirun:
             "Start the job with its own mpirun: `mpirun -n N python script.py`."
         )
     found: dict[str, str | None] = {}
-    for path in dict.fromkeys(_candidates(_NAMES[family])):
+    for path in dict.fromkeys(_candidates(family)):
         version = _version_of(path)
         is_hydra = "HYDRA" in version
         found[path] = "mpich" if is_hydra else mpi_family(version)
@@ -100,11 +102,16 @@ def find_mpirun() -> Mpirun:
     )
 
 
-def _candidates(names: tuple[str, ...]) -> Iterator[str]:
+def _candidates(family: str) -> Iterator[str]:
+    names = _NAMES[family]
     for name in names:
         beside = Path(sys.prefix) / "bin" / name
         if beside.exists():
             yield str(beside)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a wheel that lies elsewhere, as for --user
+        for file in importlib.metadata.files(_WHEELS[family]) or []:
+            if file.name == names[0]:
+                yield str(Path(file.locate()).resolve())
     for name in names:
         on_path = shutil.which(name)
         if on_path is not None:

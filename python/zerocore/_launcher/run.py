@@ -34,6 +34,8 @@ class Options:
 def launch(options: Options, env: Mapping[str, str] = os.environ) -> int:
     """Runs a job to its end, restarts included. Returns the exit code for the shell.
 
+    For a process of its own: it takes over its signals, and ends all that it has started.
+
     Raises:
         ConfigError: there is no MPI for a job of several ranks, or this process is itself a rank of a job.
     """
