@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "memory.h"
 #include "zc/comm/communicator.h"
+#include "zc/comm/missing_ranks.h"
 #include "zc/comm/mpi_transport.h"
 #include "zc/comm/self_communicator.h"
 #include "zc/comm/watchdog.h"
@@ -155,10 +156,15 @@ void bind_comm(py::module_& m) {
       NoGil(), py::kw_only(), py::arg("plugin"), py::arg("fortran_handle"), py::arg("timeout_ms"),
       "The communicator over an MPI communicator that is used for nothing else.");
   py::class_<zc::comm::Watchdog>(m, "Watchdog", "Ends the process, saying why, unless released in time.")
-      .def(py::init([](std::int64_t timeout_ms, std::string message) {
-             return std::make_unique<zc::comm::Watchdog>(milliseconds(timeout_ms), std::move(message));
+      .def(py::init([](std::int64_t timeout_ms, std::string prefix, std::string message, std::string rank_variable,
+                       int size) {
+             std::function<std::string()> look;
+             if (!rank_variable.empty()) look = zc::comm::look_for_missing_ranks(std::move(rank_variable), size);
+             return std::make_unique<zc::comm::Watchdog>(milliseconds(timeout_ms), std::move(prefix),
+                                                         std::move(message), std::move(look));
            }),
-           py::kw_only(), py::arg("timeout_ms"), py::arg("message"))
+           py::kw_only(), py::arg("timeout_ms"), py::arg("prefix"), py::arg("message"), py::arg("rank_variable"),
+           py::arg("size"), "rank_variable: of the environment, to look for ranks that have ended; '' does not look.")
       .def("release", &zc::comm::Watchdog::release);
   m.def("end_process_without_finalize", &end_process_without_finalize,
         "When Python has ended, ends the process with exit code 1 and without MPI_Finalize.");

@@ -101,8 +101,13 @@ def _start_mpi(launch: Launch, timeout_ms: int) -> Any:
             "use the site's own MPI."
         ) from error
     if ours and not MPI.Is_initialized():
-        message = f"{CommError.__module__}.{CommError.__qualname__}: {_start_timeout(timeout_ms)}"
-        watchdog = _core.Watchdog(timeout_ms=timeout_ms, message=message)
+        watchdog = _core.Watchdog(
+            timeout_ms=timeout_ms,
+            prefix=f"{CommError.__module__}.{CommError.__qualname__}: ",
+            message=str(_start_timeout(timeout_ms)),
+            rank_variable=launch.rank_variable if launch.is_on_one_machine else "",
+            size=launch.size or 0,
+        )
         MPI.Init_thread(MPI.THREAD_MULTIPLE)  # waits for all ranks, and cannot be interrupted
         watchdog.release()
     return MPI

@@ -15,6 +15,8 @@ class Launch:
     launcher: str  # for people
     size: int | None  # None: the launcher does not say, the library will
     local_rank: int | None  # this rank's number among those of its machine
+    rank_variable: str  # of the environment, in which the launcher tells each process its rank
+    is_on_one_machine: bool  # False where the launcher does not say
 
 
 # Each launcher by the variables it sets. Open MPI's also sets those of PMIx, so it comes before.
@@ -24,6 +26,7 @@ _LAUNCHERS = (
     ("an mpirun of the MPICH family", "PMI_RANK", "PMI_SIZE"),
     ("a PMIx launcher (srun --mpi=pmix)", "PMIX_RANK", None),
 )
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 
 
@@ -65,7 +68,14 @@ def find_launch(env: Mapping[str, str]) -> Launch | None:
         if rank_name in env:
             size = int(env[size_name]) if size_name and size_name in env else None
             local_rank = next((int(env[name]) for name in _LOCAL_RANKS if name in env), None)
-            return Launch(launcher=launcher, size=size, local_rank=local_rank)
+            local_size = next((int(env[name]) for name in _LOCAL_SIZES if name in env), None)
+            return Launch(
+                launcher=launcher,
+                size=size,
+                local_rank=local_rank,
+                rank_variable=rank_name,
+                is_on_one_machine=size is not None and size == local_size,
+            )
     for launcher, rank_name, size_name, way_out in _OTHERS:
         size_text = env.get(size_name) or "1"
         if env.get(rank_name) and int(size_text) > 1:

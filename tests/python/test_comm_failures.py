@@ -105,11 +105,35 @@ def test_all_ranks_raise_before_they_have_met(job):
         assert text.endswith("ValueError: no data\n")
 
 
-def test_a_rank_that_ends_before_it_has_met_the_others(job):
+@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_before_it_has_met_the_others(job, way):
+    script = f"""
+from zerocore import _comm
+if rank == 1:
+    {way}
+_comm.world(timeout_ms=60_000)
+"""
+    code, output = job(3, script, prelude=START)
+    assert code != 0
+    for text in output[::2]:
+        assert text.startswith("zerocore.errors.CommError: [comm] rank 1 ended before the job had started, while this")
+
+
+def test_a_rank_that_comes_late_is_waited_for(job):
+    script = """
+if rank == 1:
+    time.sleep(4)
+from zerocore import _comm
+_comm.world(timeout_ms=60_000).barrier("first").wait()
+"""
+    assert job(2, script, prelude=START) == (0, ["", ""])
+
+
+def test_the_start_of_the_job_has_a_timeout(job):
     script = """
 from zerocore import _comm
 if rank == 1:
-    sys.exit(0)
+    time.sleep(5)
 _comm.world(timeout_ms=2000)
 """
     code, output = job(2, script, prelude=START)

@@ -2,15 +2,45 @@
 
 #include <unistd.h>
 
-namespace zc::comm {
+#include <algorithm>
+#include <utility>
 
-Watchdog::Watchdog(std::chrono::milliseconds timeout, std::string message)
-    : thread_([this, timeout, text = std::move(message) + "\n"] {
-        std::unique_lock lock(mutex_);
-        if (released_.wait_for(lock, timeout, [this] { return done_; })) return;
-        [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
-        _exit(1);
-      }) {}
+namespace zc::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kLookPeriod{1};
+
+}  // namespace
+
+Watchdog::Watchdog(std::chrono::milliseconds timeout, std::string prefix, std::string message,
+                   std::function<std::string()> look)
+    : prefix_(std::move(prefix)),
+      message_(std::move(message)),
+      thread_([this, timeout, look = std::move(look)] { run(timeout, look); }) {}
+
+void Watchdog::run(std::chrono::milliseconds timeout, const std::function<std::string()>& look) {
+  const auto deadline = Clock::now() + timeout;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto until = look ? std::min(deadline, Clock::now() + kLookPeriod) : deadline;
+    if (released_.wait_until(lock, until, [this] { return done_; })) return;
+    std::string text;
+    if (until == deadline) {
+      text = message_;
+    } else {
+      lock.unlock();  // whoever releases must not wait for a look
+      text = look();
+      lock.lock();
+      if (done_) return;
+    }
+    if (text.empty()) continue;
+    const std::string line = prefix_ + text + "\n";
+    [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
+    _exit(1);
+  }
+}
 
 void Watchdog::release() {
   {

@@ -3,17 +3,19 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
 
 namespace zc::comm {
 
-// Unless released or destroyed within `timeout`, writes `message` to standard error and ends the process with exit
-// code 1.
+// Unless released or destroyed within `timeout`, writes `message` to standard error, after `prefix`, and ends the
+// process with exit code 1. So it does when `look`, which is called every second, returns a text: with that one.
 class Watchdog {
  public:
-  Watchdog(std::chrono::milliseconds timeout, std::string message);
+  Watchdog(std::chrono::milliseconds timeout, std::string prefix, std::string message,
+           std::function<std::string()> look = {});
   ~Watchdog() { release(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -21,6 +23,10 @@ class Watchdog {
   void release();
 
  private:
+  void run(std::chrono::milliseconds timeout, const std::function<std::string()>& look);
+
+  std::string prefix_;
+  std::string message_;
   std::mutex mutex_;
   std::condition_variable released_;
   bool done_ = false;
