@@ -112,6 +112,8 @@ def job_fail_everywhere(*, dir, before, how, action, error, every):
     """Saves again and again, from the same beginning, while one operation of one rank fails: each one in turn."""
     comm = _comm.world(timeout_ms=30_000)
     saver = _save.Saver(comm.split(0, comm.rank))
+    there_before = versions(dir)[:1]
+    comm.barrier("looked").wait()
     root = Path(dir).parents[1]  # what the copy `before` is of
 
     def attempt(**faults):
@@ -146,7 +148,7 @@ def job_fail_everywhere(*, dir, before, how, action, error, every):
             raised_by = comm.all_reduce([int(raised is not None)], _core.ReduceOp.sum, "raised")[0]
             assert raised_by in (0, comm.size), where
             assert raised is None or raised.errno == error, where
-            assert found[:1] == [2] or (found[:1] == [1] and raised is not None), where
+            assert found[:1] == [2] or (found[:1] == there_before and raised is not None), where
             points += 1
             save(saver, comm, dir, 3, **how)  # nothing that failed is in the way
             assert versions(dir)[0] == 3, where
