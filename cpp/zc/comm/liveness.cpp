@@ -211,7 +211,11 @@ void Liveness::accept_one() {
   const auto strangers = std::ranges::count(connections_, -1, &Connection::rank);
   Connection connection;
   connection.socket = Socket::accept(listener_);
-  if (connection.socket && strangers < kMaxStrangers) connections_.push_back(std::move(connection));
+  if (!connection.socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+    listener_ = {};  // it would stay readable; whoever has not come is not watched
+  } else if (connection.socket && strangers < kMaxStrangers) {
+    connections_.push_back(std::move(connection));
+  }
 }
 
 bool Liveness::read(Connection& connection) {
