@@ -143,6 +143,7 @@ def test_a_reader_that_leaves(run):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "zerocore", "inspect", str(run / "first")]
-    job = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    job = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env)
     os.close(write)
     assert (job.returncode, job.stderr) == (0, "")
