@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -183,10 +184,21 @@ def _prepare(target: Target) -> None:
         for each in made:
             _core.sync_folder(each.parent)
         restore_replaced(target.dir)
+        _check_ours(target.dir / target.tag)
         for left in target.dir.iterdir():
             if _LEFT_OVER.fullmatch(left.name):
                 shutil.rmtree(left)
         _saving(target).mkdir()
+
+
+def _check_ours(path: Path) -> None:
+    """What a checkpoint replaces is deleted, so it must be one, or nothing. DeepSpeed's have the same names."""
+    if path.is_dir() and not (path / MANIFEST).exists() and any(path.iterdir()):
+        raise IoError(
+            errno.EEXIST,
+            f"[ckpt] {path} is no checkpoint of zerocore: got a folder with other files, expected a free name. Move "
+            "it away, or save under another tag or in another folder.",
+        )
 
 
 def _write_file(path: Path, sources: list[Source]) -> dict[str, Any]:
