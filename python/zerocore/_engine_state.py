@@ -6,8 +6,10 @@ import ctypes
 import dataclasses
 import hashlib
 import json
+import numbers
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,7 @@ DTYPE_NAMES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
 _TENSOR = "$tensor"  # stands in a client state where a tensor was
+_TUPLE, _ITEMS, _COUNTER = "$tuple", "$items", "$counter"  # stand in a state where JSON has no such type
 _WRAPPERS = ("_orig_mod.",)  # torch.compile's
 
 
@@ -313,13 +316,15 @@ def with_tensors(plain: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 
 def plain(value: Any, what: str) -> Any:
-    """A value of ours or of torch's as JSON types: tuples become lists, 0-d tensors numbers.
+    """A value of ours or of torch's as JSON types: tuples become lists, 0-d tensors and numpy's numbers numbers.
 
     Raises:
         ConfigError: something in it is no such value.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -330,6 +335,44 @@ def plain(value: Any, what: str) -> Any:
         f"[ckpt] {what} holds a {type(value).__name__}, expected numbers, strings, lists and dicts: a checkpoint holds "
         "no pickled objects. Keep it out of the state, or save it yourself."
     )
+
+
+def marked(value: Any, what: str) -> Any:
+    """As plain(), but unmarked() gives back tuples, dicts with keys of any plain type, and Counters.
+
+    What looks into its own state finds it as it was: torch's MultiStepLR has a Counter of numbers.
+    """
+    if isinstance(value, tuple):
+        return {_TUPLE: [marked(each, what) for each in value]}
+    if isinstance(value, list):
+        return [marked(each, what) for each in value]
+    if isinstance(value, Mapping):
+        if all(type(key) is str and not key.startswith("$") for key in value) and not isinstance(value, Counter):
+            return {key: marked(each, what) for key, each in value.items()}
+        mark = _COUNTER if isinstance(value, Counter) else _ITEMS
+        return {mark: [[marked(key, what), marked(each, what)] for key, each in value.items()]}
+    return plain(value, what)
+
+
+def unmarked(value: Any) -> Any:
+    """What marked() was given; tuples and dicts instead of their subclasses.
+
+    Raises:
+        CheckpointError: marked() gives no such value.
+    """
+    if isinstance(value, list):
+        return [unmarked(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    try:
+        if _TUPLE in value:
+            return tuple(unmarked(each) for each in value[_TUPLE])
+        for mark, kind in ((_ITEMS, dict), (_COUNTER, Counter)):
+            if mark in value:
+                return kind({unmarked(key): unmarked(each) for key, each in value[mark]})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"[ckpt] got {str(value)[:100]} for a tuple or dict, which it is not: {error}.") from None
+    return {key: unmarked(each) for key, each in value.items()}
 
 
 def describe(
@@ -394,7 +437,7 @@ def _numbers(engine: Engine) -> State:
         loop=engine._accumulation.loop.name,
         train_batch_size=engine.config.train_batch_size,
         loss_scaler=None if engine._scaler is None else engine._scaler.state,
-        scheduler=plain(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
+        scheduler=marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
         data=None if loader is None else Data(**loader.state_dict()),
-        extra_state=plain(Names(engine.module).extra, "what get_extra_state() of a module returns"),
+        extra_state=marked(Names(engine.module).extra, "what get_extra_state() of a module returns"),
     )

@@ -20,6 +20,7 @@ from zerocore._engine_state import (
     Names,
     memory_order,
     restore_generators,
+    unmarked,
     with_tensors,
 )
 from zerocore._load import Checkpoint, Wanted
@@ -305,7 +306,7 @@ class Restore:
     def _hand_over(self, receiver: str, take: Callable[[Any], Any], state: Any) -> None:
         """Gives saved state to code that is not ours, and says whose state it was when that refuses it."""
         try:
-            take(state)
+            take(unmarked(state))
         except Exception as error:
             raise CheckpointError(
                 f"[ckpt] {self._checkpoint.path}: {receiver} does not take its state: {type(error).__name__}: {error}."

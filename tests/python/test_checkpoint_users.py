@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 import pytest
 import torch
 import zerocore
+from torch.optim import lr_scheduler
+from zerocore._engine_state import marked, unmarked
 from zerocore.config import Config, PrecisionConfig, ZeroConfig
-from zerocore.errors import IoError
+from zerocore.errors import CheckpointError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,3 +56,58 @@ def test_a_folder_of_somebody_elses_is_not_replaced(folder):
     engine.save_checkpoint(folder, tag="mine")
     assert engine.load_checkpoint(folder).path == str(folder / "mine")
     engine.close()
+
+
+SCHEDULERS = {
+    "multi_step": lambda o: lr_scheduler.MultiStepLR(o, [3, 5]),
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 9), lr_scheduler.MultiStepLR(o, [2])],
+        [2, 5],
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.3, step_size_up=3),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_torchs_schedulers_go_on(folder, scheduler):
+    def rates(engine, steps):
+        seen = []
+        for _ in range(steps):
+            train(engine)
+            seen.append((engine.get_lr(), engine.optimizer.param_groups[0]["momentum"]))
+        return seen
+
+    engine = build(scheduler=scheduler)
+    rates(engine, 3)
+    engine.save_checkpoint(folder)
+    expected = rates(engine, 5)
+    engine.close()
+    engine = build(scheduler=scheduler)
+    engine.load_checkpoint(folder)
+    assert rates(engine, 5) == expected
+    engine.close()
+
+
+def test_numpys_numbers_are_numbers(folder):
+    np = pytest.importorskip("numpy")
+    engine = build(scheduler=lambda o: lr_scheduler.LambdaLR(o, lambda step: np.float32(0.5)))
+    train(engine)
+    engine.save_checkpoint(folder)
+    rates = engine.get_lr()
+    engine.load_checkpoint(folder)
+    assert engine.get_lr() == rates
+    engine.close()
+
+
+def test_a_marked_state_comes_back_as_it_was():
+    state = {"a": (1, [2.5, (None,)]), "b": {1: "x", "y": {}}, "c": Counter([3, 3, 5]), "d": {"$tuple": 1}, "e": {}}
+    back = unmarked(json.loads(json.dumps(marked(state, "state"))))
+    assert back == state and type(back["c"]) is Counter
+    for bad in ({"$tuple": 1}, {"$items": [1]}, {"$items": [[[], 1]]}):
+        with pytest.raises(CheckpointError, match="tuple or dict"):
+            unmarked(bad)
