@@ -161,6 +161,7 @@ def collect(engine: Engine, client: ClientState, *, exclude_frozen: bool) -> lis
 
 def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
     params, rank = engine._params, engine.rank
+    params.take_writes()
     names = Names(engine.module)
     steps = params.core.param_steps()
     for name, param in names.params.items():

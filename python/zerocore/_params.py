@@ -197,7 +197,8 @@ class ModelParams(_released.NotPickled):
 
     def step(self, *, divisor: float, max_norm: float, stop: bool) -> StepOutcome:
         self._check_groups()
-        written = self._reload_masters()
+        written = self.take_writes()
+        self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
         result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()), stop)
         if not result.skipped:
@@ -221,13 +222,15 @@ class ModelParams(_released.NotPickled):
         """Drops everything that was folded since the last step."""
         self._core.zero_grad()
 
-    def _reload_masters(self) -> list[int]:
-        """Masters follow values that were written to the model, by load_state_dict() for one. Returns which."""
-        written = [i for i, version in self._versions.items() if self.params[i]._version != version]
-        for index in written:
-            self._versions[index] = self.params[index]._version
-            if self._is_trained[index]:
-                self._core.reload_master(index)
+    def take_writes(self) -> list[int]:
+        """Masters follow values that were written to the model, by load_state_dict() for one. Returns which. Local."""
+        return [index for index in self._versions if self._take_write(index)]
+
+    def _take_write(self, index: int) -> bool:
+        version = self.params[index]._version
+        written: bool = self._versions.get(index, version) != version
+        if written and self._is_trained[index]:
+            self._core.reload_master(index)
         return written
 
     # One parameter
@@ -272,6 +275,7 @@ class ModelParams(_released.NotPickled):
 
     def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """A trained parameter's state of one kind, whole, in fp32. Collective."""
+        self._take_write(self.index_of(param))
         out = _tensor.shaped(torch.empty(param.numel()), param)
         self._core.read_state(self.index_of(param), kind, _tensor.view(out))
         return out
@@ -293,6 +297,7 @@ class ModelParams(_released.NotPickled):
 
     def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
+        self._take_write(self.index_of(param))
         begin, end = self._core.owned_range(self.index_of(param), kind)
         out = torch.empty(end - begin)
         self._core.read_owned_state(self.index_of(param), kind, _tensor.view(out))
@@ -345,6 +350,7 @@ class ModelParams(_released.NotPickled):
 
     def begin_load(self) -> None:
         """The core's memory is about to be written to: what was gathered from it is stale. Local."""
+        self.take_writes()  # of what is not loaded
         self.gatherer.invalidate()
 
     def end_load(self, steps: list[int]) -> None:

@@ -111,3 +111,34 @@ def test_a_marked_state_comes_back_as_it_was():
     for bad in ({"$tuple": 1}, {"$items": [1]}, {"$items": [[[], 1]]}):
         with pytest.raises(CheckpointError, match="tuple or dict"):
             unmarked(bad)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_was_written_to_the_model_is_saved(folder, stage, world_size):
+    """Without a step in between, also where masters are kept beside the model."""
+    engine = build(torch.nn.Linear(4, 3).bfloat16(), dtype="bf16", stage=stage, micro=2 // world_size)
+    train(engine)
+    with torch.no_grad():
+        engine.module.weight.fill_(7)
+    assert torch.equal(engine.state_dict()["weight"], torch.full((3, 4), 7.0))
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        engine.module.weight.fill_(8)
+    engine.load_checkpoint(folder)
+    assert torch.equal(engine.module.weight, torch.full((3, 4), 7.0, dtype=torch.bfloat16))
+    assert torch.equal(engine.state_dict()["weight"], torch.full((3, 4), 7.0))
+    engine.close()
+
+
+def test_what_was_written_and_is_not_loaded_stays(folder):
+    first, both = torch.nn.Linear(4, 3).bfloat16(), torch.nn.Linear(3, 3).bfloat16()
+    engine = build(torch.nn.Sequential(first), dtype="bf16")
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build(torch.nn.Sequential(first, both), dtype="bf16")
+    with torch.no_grad():
+        both.weight.fill_(7)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    assert torch.equal(both.weight, torch.full((3, 3), 7.0, dtype=torch.bfloat16))
+    engine.close()
