@@ -54,6 +54,11 @@ class Accumulation:
         else:
             self.loop = Loop.UNDECIDED
 
+    def decided(self) -> Loop:
+        """The kind of loop as far as it says something about one with more accumulation steps, on fewer ranks."""
+        alike = self._gas == 1 and self.loop is Loop.PER_MICRO_STEP  # step() after the only one: either kind
+        return Loop.UNDECIDED if alike else self.loop
+
     def set_boundary(self, is_boundary: bool) -> None:
         self.loop = Loop.EXPLICIT
         self._boundary_flag = is_boundary

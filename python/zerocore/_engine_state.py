@@ -435,7 +435,7 @@ def _numbers(engine: Engine) -> State:
     return State(
         skipped_steps=engine.skipped_steps,
         micro_steps=engine.micro_steps,
-        loop=engine._accumulation.loop.name,
+        loop=engine._accumulation.decided().name,
         train_batch_size=engine.config.train_batch_size,
         loss_scaler=None if engine._scaler is None else engine._scaler.state,
         scheduler=marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,

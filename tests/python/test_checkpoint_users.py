@@ -142,3 +142,23 @@ def test_what_was_written_and_is_not_loaded_stays(folder):
     engine.load_checkpoint(folder, load_module_strict=False)
     assert torch.equal(both.weight, torch.full((3, 3), 7.0, dtype=torch.bfloat16))
     engine.close()
+
+
+def test_pytorchs_loop_goes_on_with_more_accumulation_steps(folder):
+    """With one accumulation step its kind cannot be told from DeepSpeed's; with two it must be found out then."""
+
+    def pytorchs_loop(engine, steps):
+        for _ in range(steps):
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.full((1, 4), 1.0 + engine.global_steps)).mean() / 2)
+            engine.step()
+
+    engine = build(samples=1, micro=1)
+    pytorchs_loop(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build(samples=2, micro=1)
+    engine.load_checkpoint(folder)
+    pytorchs_loop(engine, 2)
+    assert engine.global_steps == 3
+    engine.close()
