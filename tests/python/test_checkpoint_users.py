@@ -11,7 +11,7 @@ import zerocore
 from torch.optim import lr_scheduler
 from zerocore._engine_state import marked, unmarked
 from zerocore.config import Config, PrecisionConfig, ZeroConfig
-from zerocore.errors import CheckpointError, IoError
+from zerocore.errors import CheckpointError, ConfigError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,4 +161,16 @@ def test_pytorchs_loop_goes_on_with_more_accumulation_steps(folder):
     engine.load_checkpoint(folder)
     pytorchs_loop(engine, 2)
     assert engine.global_steps == 3
+    engine.close()
+
+
+def test_a_folder_may_be_a_link(folder):
+    """As those to a scratch disk often are."""
+    (folder / "disk").mkdir()
+    (folder / "run").symlink_to(folder / "disk")
+    engine = build()
+    engine.save_checkpoint(folder / "run")
+    train(engine)
+    path = engine.save_checkpoint(folder / "run")
+    assert engine.load_checkpoint(folder / "run").path == path == str(folder / "run" / "global_step1")
     engine.close()

@@ -64,7 +64,7 @@ void replace_file(const std::string& path, std::string_view data) {
 }
 
 void sync_folder(const std::string& path) {
-  io::File folder = io::File::open(kArea, path);
+  io::File folder = io::File::open(kArea, path + "/.");  // open() follows no link, but a user's folder may be one
   folder.sync();
 }
 
