@@ -75,15 +75,27 @@ class Names:
             else:
                 self.ties.setdefault(id(param), []).append(plain)
         self.buffers: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}  # what modules make for the state dict, and keep as something else
         self.extra: dict[str, Any] = {}  # get_extra_state() of modules that have one
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) in first:
+        params = {*self.params, *(tie for ties in self.ties.values() for tie in ties)}
+        live = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+        for key, value in model.state_dict(keep_vars=True).items():
+            name = plain_name(key)
+            if name in params:
                 continue
-            if not isinstance(value, torch.Tensor):
-                self.extra[plain_name(name)] = value
-            elif all(value is not other for other in self.buffers.values()):
-                self.buffers[plain_name(name)] = value
+            if name in live:
+                if all(live[name] is not other for other in self.buffers.values()):
+                    self.buffers[name] = live[name]
+            elif isinstance(value, torch.Tensor):
+                self.made[name] = value
+            else:
+                self.extra[name] = value
         self.of = first | {id(buffer): name for name, buffer in self.buffers.items()}
+
+
+def modules_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules by their plain names, the wrapped ones instead of their wrappers."""
+    return {plain_name(f"{name}.").rstrip("."): module for name, module in model.named_modules()}
 
 
 def plain_name(name: str) -> str:
@@ -194,7 +206,8 @@ def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
 
 
 def _buffers(engine: Engine) -> Iterator[Item]:
-    for name, buffer in Names(engine.module).buffers.items():
+    names = Names(engine.module)
+    for name, buffer in {**names.buffers, **names.made}.items():
         item = Item(name=name, shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype, name), role="buffer")
         item.add_tensor(buffer, 0, buffer.numel() if engine.rank == 0 else 0)
         yield item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from zerocore._engine_state import (
     VALUE,
     Names,
     memory_order,
+    modules_by_name,
     restore_generators,
     unmarked,
     with_tensors,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zerocore")
 
+_EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() gives
 _SHOWN = 20  # names in a list of what was not loaded
 
 
@@ -68,6 +71,7 @@ class Restore:
                 self._entries.setdefault(tie, entry)
         self._direct: list[Wanted] = []  # straight into the core's memory
         self._later: list[Callable[[], None]] = []  # through a tensor of their own
+        self._made: dict[str, torch.Tensor] = {}  # read, to be handed to the modules that make such
         self._steps = engine._params.core.param_steps()
         self._left_out: dict[str, list[str]] = {}  # why, and what
         self._fits: dict[str, bool] = {}
@@ -94,6 +98,7 @@ class Restore:
         self._engine._params.end_load(self._steps)
         if self._what.custom_load_fn is not None:
             self._load_by_hand(self._what.custom_load_fn)
+        self._restore_made()
         if self._what.counters:
             self._restore_numbers()
         self._say()
@@ -103,6 +108,16 @@ class Restore:
     def _compare(self) -> None:
         ours: dict[str, torch.Tensor] = {**self._names.params, **self._names.buffers}
         found = set()
+        saved_extra = self._checkpoint.manifest.state.extra_state
+        for name in {**self._names.made, **self._names.extra}:
+            if name in self._entries:
+                found.add(self._entries[name].name)
+                self._fits[name] = True
+            elif name not in saved_extra:
+                self._leave_out("not in the checkpoint", name)
+        for name in saved_extra:
+            if name not in self._names.extra and name not in self._names.made:
+                self._leave_out("not in the model", name)
         for name, tensor in ours.items():
             entry = self._entries.get(name)
             if entry is None:
@@ -182,6 +197,11 @@ class Restore:
             if part is not None:
                 self._later.append(self._into_tensor(self._entries[name], part, buffer))
 
+        for name in {**self._names.made, **self._names.extra}:
+            part = self._entries[name].part(VALUE) if name in self._fits else None
+            if part is not None:
+                self._later.append(self._into_made(name, self._entries[name], part))
+
     def _plan_states(self, entry: Entry, param: torch.Tensor, index: int, begin: int, end: int) -> None:
         params = self._engine._params
         kinds = {name: kind for name, kind in params.state_parts().items() if name != MASTER}
@@ -233,6 +253,12 @@ class Restore:
 
         return read
 
+    def _into_made(self, name: str, entry: Entry, part: Part) -> Callable[[], None]:
+        def read() -> None:
+            self._made[name] = read_tensor(self._checkpoint, entry, part)
+
+        return read
+
     def _load_by_hand(self, custom_load_fn: Callable[..., Any]) -> None:
         """DeepSpeed's hook: the user's function gets the whole state dict and the module."""
         source = {}
@@ -243,6 +269,22 @@ class Restore:
                 source.update(dict.fromkeys([entry.name, *entry.ties], values))
         with self._engine.unsharded(modifier_rank=0), torch.no_grad():
             custom_load_fn(src=source, dst=self._engine.module)
+
+    def _restore_made(self) -> None:
+        """Hands modules what is neither parameter nor buffer, in the ways in which torch's load_state_dict() does."""
+        modules = modules_by_name(self._engine.module)
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for name, value in {**self._checkpoint.manifest.state.extra_state, **self._made}.items():
+            owner, _, key = name.rpartition(".")
+            if owner not in modules:
+                self._leave_out("of a module that is not in the model", name)
+            elif key == _EXTRA_STATE:
+                take = modules[owner].set_extra_state
+                self._hand_over(f"set_extra_state of {name}", take, value if name in self._made else unmarked(value))
+            else:
+                own.setdefault(owner, {})[key] = value
+        for owner, values in own.items():
+            self._hand_over(f"module {owner or 'model'}", functools.partial(_load_own, modules[owner]), values)
 
     # Numbers
 
@@ -261,14 +303,11 @@ class Restore:
             if state.scheduler is None:
                 self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
             else:
-                self._hand_over("the learning-rate scheduler", engine.lr_scheduler.load_state_dict, state.scheduler)
+                self._hand_over(
+                    "the learning-rate scheduler", engine.lr_scheduler.load_state_dict, unmarked(state.scheduler)
+                )
         if engine.training_dataloader is not None and state.data is not None:
             engine.training_dataloader.load_state_dict(self._position(state.data, state.train_batch_size))
-        modules = dict(engine.module.named_modules())
-        for name, value in state.extra_state.items():
-            module = modules.get(name.rpartition(".")[0])
-            if module is not None:
-                self._hand_over(f"set_extra_state of {name}", module.set_extra_state, value)
         threads = torch.get_num_threads()
         if manifest.job.threads not in (0, threads) and engine.rank == 0:
             logger.warning(
@@ -306,7 +345,7 @@ class Restore:
     def _hand_over(self, receiver: str, take: Callable[[Any], Any], state: Any) -> None:
         """Gives saved state to code that is not ours, and says whose state it was when that refuses it."""
         try:
-            take(unmarked(state))
+            take(state)
         except Exception as error:
             raise CheckpointError(
                 f"[ckpt] {self._checkpoint.path}: {receiver} does not take its state: {type(error).__name__}: {error}."
@@ -347,6 +386,14 @@ class Restore:
             if int(rank) == engine.rank and part is not None:
                 states[name] = read_tensor(self._checkpoint, entry, part)
         restore_generators(states)
+
+
+def _load_own(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """load_state_dict() of one module, without those inside of it."""
+    errors: list[str] = []
+    module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
 def _is_number(value: Any) -> bool:

@@ -174,3 +174,49 @@ def test_a_folder_may_be_a_link(folder):
     path = engine.save_checkpoint(folder / "run")
     assert engine.load_checkpoint(folder / "run").path == path == str(folder / "run" / "global_step1")
     engine.close()
+
+
+class Counting(torch.nn.Module):
+    """Keeps `extra` as torch's extra state, and a number that is a tensor in the state dict only."""
+
+    def __init__(self, extra, number):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+        self.extra, self.number = extra, number
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def get_extra_state(self):
+        return self.extra.clone() if isinstance(self.extra, torch.Tensor) else self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "number"] = torch.tensor(self.number)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.number = state_dict.pop(prefix + "number").item()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: torch.compile(m, backend="eager")], ids=["plain", "compiled"])
+@pytest.mark.parametrize("module_only", [False, True])
+@pytest.mark.parametrize("extra", [{1: (2, 3)}, torch.arange(3)], ids=["dict", "tensor"])
+def test_modules_get_what_they_made(folder, extra, module_only, wrap):
+    engine = build(torch.nn.Sequential(wrap(Counting(extra, 5.0))))
+    train(engine)
+    engine.save_checkpoint(folder)
+    engine.close()
+    model = Counting(None, 0.0)
+    engine = build(torch.nn.Sequential(wrap(model)))
+    engine.load_checkpoint(folder, load_module_only=module_only)
+    assert model.number == 5.0
+    assert torch.equal(model.extra, extra) if isinstance(extra, torch.Tensor) else model.extra == extra
+    engine.close()
+    engine = build(torch.nn.Sequential(torch.nn.Sequential()).append(torch.nn.Linear(4, 3)))
+    with pytest.raises(ConfigError, match=r"not in the model: .*0\.number"):
+        engine.load_checkpoint(folder)
+    engine.close()
