@@ -17,6 +17,7 @@ import torch
 
 import zerocore
 from zerocore._exchange import gather_json
+from zerocore._load import MANIFEST
 from zerocore._manifest import (
     CHUNK_BYTES,
     FORMAT,
@@ -30,6 +31,7 @@ from zerocore._manifest import (
     Part,
     Role,
     State,
+    parse_manifest,
 )
 from zerocore._save import Pieces, Source
 from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
@@ -418,6 +420,14 @@ def describe(
         "state": _numbers(engine),
         "client_state": client.plain,
     }
+
+    try:  # JSON can be written that cannot be read: half of a character, or a list in too many lists
+        parse_manifest(Manifest(**fixed, files=[], entries=[]).dump(), path=MANIFEST)
+    except (CheckpointError, RecursionError) as error:
+        raise ConfigError(
+            f"[ckpt] save_checkpoint: the client state, or another's, could not be loaded again: {error} Look for text "
+            "that is no UTF-8, such as some file names, and for lists within hundreds of lists."
+        ) from None
 
     def make(files: list[File], pieces: Pieces) -> Manifest:
         return Manifest(**fixed, files=files, entries=[entry_of(item, pieces) for item in items])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 
@@ -219,4 +220,15 @@ def test_modules_get_what_they_made(folder, extra, module_only, wrap):
     engine = build(torch.nn.Sequential(torch.nn.Sequential()).append(torch.nn.Linear(4, 3)))
     with pytest.raises(ConfigError, match=r"not in the model: .*0\.number"):
         engine.load_checkpoint(folder)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "value", ["\udcff", functools.reduce(lambda inner, _: [inner], range(400), 1)], ids=["half", "deep"]
+)
+def test_a_client_state_that_could_not_be_read_is_not_saved(folder, value):
+    engine = build()
+    with pytest.raises(ConfigError, match="could not be loaded again"):
+        engine.save_checkpoint(folder, client_state={"x": value})
+    assert list(folder.iterdir()) == []
     engine.close()
