@@ -320,9 +320,17 @@ class Restore:
 
     def _restore_groups(self) -> None:
         """Hyperparameters of the parameter groups, as torch's optimizers restore them."""
-        saved, groups = self._checkpoint.manifest.optimizer, self._engine.optimizer.param_groups
-        if saved is None or saved.type != self._engine.optimizer.type or len(saved.groups) != len(groups):
-            self._leave_out("the optimizer's hyperparameters", f"{len(groups)} groups of {self._engine.optimizer.type}")
+        saved, ours = self._checkpoint.manifest.optimizer, self._engine.optimizer
+        groups = ours.param_groups
+        why = None
+        if saved is None or saved.type != ours.type or len(saved.groups) != len(groups):
+            why = f"{len(groups)} groups of {ours.type} in this engine"
+        elif moved := self._in_other_groups():
+            why = f"{moved} stands in another group in this engine"
+        elif any(group.get("momentum") for group in saved.groups) and not ours.state_names:
+            why = "this engine was built without momentum"
+        if saved is None or why is not None:
+            self._leave_out("the optimizer's hyperparameters", why or "")
             return
         for group, values in zip(groups, saved.groups, strict=True):
             for key, value in values.items():
@@ -331,6 +339,17 @@ class Restore:
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    def _in_other_groups(self) -> str | None:
+        """A parameter whose group in the checkpoint has another number than in this engine."""
+        params = self._engine._params
+        for name, param in self._names.params.items():
+            index, entry = params.find(param), self._entries.get(name)
+            if index is None or entry is None or entry.group is None or not params.is_trained(param):
+                continue
+            if entry.group != params.group_of(index):
+                return name
+        return None
 
     def _check_hyper(self, key: str, ours: Any, saved: Any) -> None:
         if isinstance(ours, (tuple, list)):
