@@ -469,6 +469,7 @@ class Engine(WholeModel, Saving):
     def _settle(self) -> None:
         """After a load: a step begins."""
         self._broken_by = None
+        self._statistics.drop()
         self._accumulation.reset()
         self._ended_early = False
         self._forwards = 0

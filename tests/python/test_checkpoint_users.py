@@ -232,3 +232,53 @@ def test_a_client_state_that_could_not_be_read_is_not_saved(folder, value):
         engine.save_checkpoint(folder, client_state={"x": value})
     assert list(folder.iterdir()) == []
     engine.close()
+
+
+def test_a_forward_before_a_load_leaves_no_statistics(folder):
+    def make_engine():
+        torch.manual_seed(0)
+        return build(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)), buffers="ordered")
+
+    found = []
+    for dummy in (False, True):
+        engine = make_engine()
+        if dummy:
+            engine(torch.randn(2, 4))
+        else:
+            engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        train(engine)
+        found.append(engine.module[1].running_mean.clone())
+        engine.close()
+    assert torch.equal(*found)
+
+
+def test_hyperparameters_of_other_groups_are_left_out(folder, caplog):
+    def decayed(first, second):
+        def make(params):
+            weight, bias = params
+            groups = [{"params": [weight], "weight_decay": first}, {"params": [bias], "weight_decay": second}]
+            return torch.optim.AdamW(groups if first else groups[::-1])
+
+        return make
+
+    engine = build(optimizer=decayed(0.1, 0.0))
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build(optimizer=decayed(0.0, 0.2))
+    engine.load_checkpoint(folder)
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.2, 0.0]
+    assert "hyperparameters: weight stands in another group" in caplog.text
+    engine.close()
+
+
+def test_momentum_is_not_switched_on_without_its_state(folder, caplog):
+    engine = build()
+    train(engine)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    engine.load_checkpoint(folder)
+    assert "built without momentum" in caplog.text
+    train(engine)
+    engine.close()
