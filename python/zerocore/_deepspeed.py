@@ -108,7 +108,7 @@ class DeepSpeedCheckpoint:
     def number(self, key: str) -> int:
         """A counter of the model states."""
         value = self.model.get(key, 0)
-        return value if type(value) is int and value >= 0 else 0
+        return value if type(value) is int and 0 <= value < 2**62 else 0
 
     def client_state(self) -> dict[str, Any]:
         return {key: value for key, value in self.model.items() if key not in _OWN_KEYS}
@@ -162,18 +162,15 @@ class DeepSpeedCheckpoint:
         groups = base.get("param_groups") if isinstance(base, dict) else None
         return [group for group in groups or [] if isinstance(group, dict)]
 
-    def loss_scaler(self) -> list[Any] | None:
+    def loss_scaler(self) -> tuple[float, int, int, int] | None:
         """(scale, iteration, last overflow, overflows left until the scale halves) of a dynamic one."""
         scaler = self.optim.get("loss_scaler")
         if not isinstance(scaler, StandIn) or not scaler.state.get("dynamic"):
             return None
         state = scaler.state
-        return [
-            float(state["cur_scale"]),
-            int(state["cur_iter"]),
-            int(state["last_overflow_iter"]),
-            int(state["cur_hysteresis"]),
-        ]
+        numbers = (state[key] for key in ("cur_iter", "last_overflow_iter", "cur_hysteresis"))
+        iteration, last_overflow, left = map(int, numbers)
+        return float(state["cur_scale"]), iteration, last_overflow, left
 
     # Layouts
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 import zerocore
 from zerocore import _core
 from zerocore._deepspeed import DeepSpeedCheckpoint
 from zerocore._engine_state import DTYPE_NAMES, VALUE, ClientState, Item, entry_of, plain_name
 from zerocore._foreign_pickle import StandIn
-from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, File, Job, Manifest, Optimizer
+from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, File, Job, Manifest, Optimizer, State
 from zerocore._save import Pieces, Saver, Target, check_tag
 from zerocore.config import as_config
 from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
@@ -220,29 +221,31 @@ def _optimizer_type(checkpoint: DeepSpeedCheckpoint, group: Mapping[str, Any]) -
     return "adamw" if given is None else given.type
 
 
-def _numbers(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> dict[str, Any]:
-    config = checkpoint.config
-    accumulation = config.get("gradient_accumulation_steps")
-    state: dict[str, Any] = {
-        "skipped_steps": checkpoint.number("skipped_steps"),
-        "micro_steps": checkpoint.number("global_steps") * (accumulation if type(accumulation) is int else 1),
-        "loop": "UNDECIDED",
-    }
-    if type(config.get("train_batch_size")) is int:
-        state["train_batch_size"] = config["train_batch_size"]
-    scaler = checkpoint.loss_scaler()
-    if scaler is not None:
-        state["loss_scaler"] = scaler
-    scheduler = checkpoint.model.get("lr_scheduler")
-    if scheduler is not None:
-        dropped: list[str] = []
-        plain = _json(scheduler, "lr_scheduler", dropped)
-        if dropped or not isinstance(plain, dict):
-            left_out.append(f"the learning-rate scheduler's state: {', '.join(dropped) or _kind(scheduler)}")
-        else:
-            state["scheduler"] = plain
-    left_out += [f"{key}" for key in ("data_sampler", "random_ltd") if checkpoint.model.get(key) is not None]
-    return state
+def _numbers(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> State:
+    accumulation = checkpoint.config.get("gradient_accumulation_steps")
+    left_out += [key for key in ("data_sampler", "random_ltd") if checkpoint.model.get(key) is not None]
+    dropped: list[str] = []
+    scheduler = _json(checkpoint.model.get("lr_scheduler"), "lr_scheduler", dropped)
+    if dropped:
+        left_out.append(f"the learning-rate scheduler's state: {', '.join(dropped)}")
+    try:
+        return State(
+            skipped_steps=checkpoint.number("skipped_steps"),
+            micro_steps=checkpoint.number("global_steps") * (accumulation if type(accumulation) is int else 1),
+            train_batch_size=_batch_size(checkpoint),
+            loss_scaler=checkpoint.loss_scaler(),
+            scheduler=None if dropped else scheduler,
+        )
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"[import] {checkpoint.path} is damaged: its counters or loss scale: {error}") from None
+
+
+def _batch_size(checkpoint: DeepSpeedCheckpoint) -> int:
+    """Samples a step: as configured, else those of an average step."""
+    configured = checkpoint.config.get("train_batch_size")
+    if type(configured) is int and configured > 0:
+        return configured
+    return max(1, checkpoint.number("global_samples") // max(1, checkpoint.number("global_steps")))
 
 
 def _json(value: Any, where: str, left_out: list[str]) -> Any:

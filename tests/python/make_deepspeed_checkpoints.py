@@ -5,8 +5,8 @@ By hand, where deepspeed is installed (made with 0.19.8 and torch 2.13, on CPUs)
     python tests/python/make_deepspeed_checkpoints.py tests/data/deepspeed.tar.xz
 
 Of each of CASES there is a folder `<case>/global_step2` as save_checkpoint() leaves it, without the scripts that
-DeepSpeed copies into it, and `<case>/expected.safetensors`: `fp32/<name>` from DeepSpeed's zero_to_fp32, and
-`exp_avg/<name>`, `exp_avg_sq/<name>` from its safe_get_full_optimizer_state.
+DeepSpeed copies into it, and `<case>/expected.safetensors`: `fp32/<name>` from DeepSpeed's zero_to_fp32, or from its
+safe_get_full_fp32_param where that fails, and `exp_avg/<name>`, `exp_avg_sq/<name>` from safe_get_full_optimizer_state.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ import torch
 from torch import nn
 
 CASES = [f"stage{s}-{d}-{n}ranks" for s, d, n in itertools.product((1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2))]
+VARIANTS = {  # of the configuration, and so of the layout
+    "stage3-fp32-2ranks-subgroups": {"zero_optimization": {"stage": 3, "sub_group_size": 40}},
+    "stage3-fp32-3ranks-alike": {},
+    "stage2-fp32-3ranks-alike": {},
+    "stage2-bf16-2ranks-elastic": {"zero_optimization": {"stage": 2, "elastic_checkpoint": True}},
+    "stage1-bf16-2ranks-sums32": {"data_types": {"grad_accum_dtype": "fp32"}},
+}
+CASES += VARIANTS
 STEPS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT_STATE = {
@@ -73,10 +81,11 @@ def groups(model):
 
 def config(case):
     """DeepSpeed's configuration, also for the engine that loads the import."""
-    stage, dtype, _ = parse(case)
+    stage, dtype, ranks = parse(case)
     decoupled = dtype != "fp16"
+    precision = {"enabled": True} | ({"initial_scale_power": 5} if dtype == "fp16" else {})
     return {
-        "train_batch_size": 4,
+        "train_batch_size": 4 if ranks < 3 else 6,
         "gradient_accumulation_steps": 1,
         "optimizer": {
             "type": "AdamW" if decoupled else "Adam",
@@ -85,13 +94,13 @@ def config(case):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 9}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "steps_per_print": 10**9,
-    } | (
-        {} if dtype == "fp32" else {dtype: {"enabled": True} | ({"initial_scale_power": 5} if dtype == "fp16" else {})}
-    )
+        **({} if dtype == "fp32" else {dtype: precision}),
+        **VARIANTS.get(case, {}),
+    }
 
 
 def parse(case):
-    stage, dtype, ranks = case.split("-")
+    stage, dtype, ranks = case.split("-")[:3]
     return int(stage.removeprefix("stage")), dtype, int(ranks.removesuffix("ranks"))
 
 
@@ -99,7 +108,7 @@ def save(case, folder):
     """One rank's part of one case."""
     import deepspeed
     import safetensors.torch
-    from deepspeed.utils import safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     _, _, ranks = parse(case)
@@ -107,7 +116,9 @@ def save(case, folder):
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config(case))
     for step in range(STEPS):
         random = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 9, (4,), generator=random).chunk(ranks)[engine.global_rank]
+        tokens = torch.randint(0, 9, (config(case)["train_batch_size"],), generator=random).chunk(ranks)[
+            engine.global_rank
+        ]
         engine.backward(engine(tokens))
         engine.step()
     engine.save_checkpoint(folder, client_state=CLIENT_STATE)
@@ -119,10 +130,14 @@ def save(case, folder):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
+            expected[f"fp32/{name}"] = safe_get_full_fp32_param(param)
             for key in ("exp_avg", "exp_avg_sq"):
                 expected[f"{key}/{name}"] = safe_get_full_optimizer_state(param, key)
     if engine.global_rank == 0:
-        weights = get_fp32_state_dict_from_zero_checkpoint(folder)
+        if case == "stage1-bf16-2ranks-sums32":  # "not a zero checkpoint", zero_to_fp32 says
+            weights = dict(engine.module.named_buffers())
+        else:
+            weights = get_fp32_state_dict_from_zero_checkpoint(folder)
         expected |= {f"fp32/{name}": value for name, value in weights.items()}
         expected = {name: value.detach().clone().contiguous() for name, value in expected.items()}
         safetensors.torch.save_file(expected, f"{folder}/expected.safetensors")

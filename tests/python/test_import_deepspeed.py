@@ -256,6 +256,16 @@ def not_in_the_model(folder):
     rewrite(folder, "mp_rank*", lambda s: s["module"].pop("outer.weight"))
 
 
+def endless_scale(folder):
+    rewrite(folder, "*rank_0_*", lambda s: s["optimizer_state_dict"].update(zero_stage=2, loss_scaler=Scaler()))
+
+
+class Scaler:
+    def __init__(self):
+        self.dynamic, self.cur_scale = True, float("inf")
+        self.cur_iter = self.last_overflow_iter = self.cur_hysteresis = 1
+
+
 def not_a_dict(folder):
     torch.save([1, 2], folder / "mp_rank_00_model_states.pt")
 
@@ -268,6 +278,7 @@ def not_a_dict(folder):
         (shorter, CheckpointError, "layout is not known"),
         (not_in_the_model, CheckpointError, r"the model has no outer\.weight"),
         (not_a_dict, CheckpointError, "got a list"),
+        (endless_scale, CheckpointError, "loss scale"),
         (lambda f: sorted(f.glob("*rank_1_*"))[0].unlink(), CheckpointError, "of 1 ranks, expected 2"),
         (lambda f: sorted(f.glob("*rank_0_*"))[0].unlink(), CheckpointError, r"ranks \[1\]"),
         (lambda f: (f / "layer_01-model_states.pt").touch(), UnsupportedError, "pipeline"),

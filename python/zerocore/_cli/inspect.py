@@ -66,7 +66,7 @@ def _inspected(path: Path, *, verify: bool) -> dict[str, Any]:
         "bytes": sum(file.bytes for file in manifest.files),
         "files": [{"name": file.name, "bytes": file.bytes, "chunks": len(file.chunks)} for file in manifest.files],
         "optimizer": None if manifest.optimizer is None else manifest.optimizer.model_dump(),
-        "state": manifest.state,
+        "state": manifest.state.model_dump(exclude_defaults=True),
         "client_state": sorted(manifest.client_state) if isinstance(manifest.client_state, dict) else [],
         "entries": [_entry(entry) for entry in manifest.entries],
         "elements": _elements(manifest),
