@@ -103,19 +103,19 @@ def export(
     tensors, ties = _whole_model(checkpoint) if adapter is None else _adapter(checkpoint, adapter)
     tensors = [_converted(tensor, dtype) for tensor in tensors]
     files = _shards(tensors, max_shard_bytes, "model" if adapter is None else "adapter_model")
-    out = out.absolute()
+    out = out.resolve()  # a link stays one
     temporary = out.with_name(f".{out.name}.exporting")
     with named_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
         temporary.mkdir()
         try:
+            if config_from is not None:
+                _copy_configs(config_from, temporary, _main_dtype(tensors))
             for name, contents in files.items():
                 _write_file(checkpoint, temporary / name, contents, ties)
             if len(files) > 1:
                 _write_index(temporary / "model.safetensors.index.json", files)
-            if config_from is not None:
-                _copy_configs(config_from, temporary, _main_dtype(tensors))
             _core.sync_folder(temporary)
             _publish(temporary, out)
         finally:

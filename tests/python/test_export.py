@@ -303,6 +303,38 @@ def test_a_folder_that_is_not_empty(folder, capsys):
     assert main(["export", str(folder / "run"), str(out / "mine.txt"), "--force"]) == 2
 
 
+def test_an_export_that_is_killed_leaves_no_weights(folder):
+    trained("odd", folder / "run")
+    code = "import os; from zerocore import _export; from zerocore._cli import main; "
+    code += "_export._core.sync_folder = lambda path: os.kill(os.getpid(), 9); "  # all is written, nothing is named
+    code += f"main(['export', {str(folder / 'run')!r}, {str(folder / 'out')!r}])"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert sorted(path.name for path in folder.iterdir()) == [".out.exporting", "run"]
+    (folder / ".out.exporting" / "model-00001-of-00002.safetensors").write_text("left over")
+    _export.export(open_checkpoint(folder / "run"), folder / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "run"]
+    assert [path.name for path in (folder / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_that_is_a_link(folder):
+    trained("odd", folder / "run")
+    (folder / "disk").mkdir()
+    (folder / "out").symlink_to(folder / "disk")
+    _export.export(open_checkpoint(folder / "run"), folder / "out")
+    assert (folder / "out").is_symlink()
+    assert [path.name for path in (folder / "disk").iterdir()] == ["model.safetensors"]
+
+
+def test_configurations_that_are_not_there(folder, capsys):
+    trained("odd", folder / "run")
+    (folder / "empty").mkdir()
+    arguments = ["export", str(folder / "run"), str(folder / "out"), "--config-from"]
+    assert main([*arguments, str(folder / "empty")]) == 2
+    assert "expected a folder with config.json" in capsys.readouterr().err
+    assert main([*arguments, str(folder / "none")]) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["empty", "run"]
+
+
 def test_damage_is_found_and_nothing_appears(folder):
     trained("odd", folder / "run")
     file = folder / "run" / "global_step1" / "rank_00000.safetensors"
