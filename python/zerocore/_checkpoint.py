@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerocore._engine_state import ClientState, collect, describe
 from zerocore._exchange import broadcast_json, gather_json
-from zerocore._load import Checkpoint, candidates
+from zerocore._load import MANIFEST, Checkpoint, candidates
 from zerocore._restore import Restore, What, client_state
 from zerocore._save import Saver, Target, check_tag
 from zerocore.errors import CheckpointError, ConfigError, IoError, UnsupportedError
@@ -49,7 +50,10 @@ class Checkpoints:
         tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
         client = ClientState(client_state)
         target = Target(
-            dir=Path(save_dir), tag=tag, save_latest=save_latest, keep_last=engine.config.checkpoint.keep_last
+            dir=Path(save_dir).absolute(),
+            tag=tag,
+            save_latest=save_latest,
+            keep_last=engine.config.checkpoint.keep_last,
         )
         self._check_agreement(target, client, exclude_frozen)
         if self._saver is None:
@@ -61,7 +65,7 @@ class Checkpoints:
             describe(engine, items, client, exclude_frozen=exclude_frozen),
             background=engine.config.checkpoint.async_save,
         )
-        return target.dir / tag
+        return Path(save_dir) / tag
 
     def wait(self) -> None:
         """Waits for a save in the background and raises its failure."""
@@ -106,7 +110,7 @@ class Checkpoints:
     def resume(self, dir: Any, *, what: What, client_state: Callable[[], Any] | None) -> Loaded:
         """Loads the newest whole checkpoint, if there is one, and from now on stops on SIGTERM. Collective."""
         loaded = self.load(dir, tag=None, what=what)
-        self._stop_dir, self._stop_state = Path(dir), client_state
+        self._stop_dir, self._stop_state = Path(dir).absolute(), client_state
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._engine.rank == 0:
@@ -119,6 +123,8 @@ class Checkpoints:
     def stop(self) -> None:
         """Saves and ends the process with exit code 0, after a step in which a rank was asked to. Collective."""
         assert self._stop_dir is not None
+        with contextlib.suppress(IoError):  # an earlier save's failure, of which a warning told: this one counts
+            self.wait()
         state = {} if self._stop_state is None else self._stop_state()
         path = self.save(self._stop_dir, tag=None, client_state=state, save_latest=True, exclude_frozen=False)
         self.wait()
@@ -196,6 +202,11 @@ def _first_whole(folder: Path, tag: str | None, tried: list[str], *, strict: boo
     """
     if tag is not None:
         return Checkpoint(folder / check_tag(str(tag)))
+    if (folder / MANIFEST).exists():
+        raise ConfigError(
+            f"[ckpt] {folder}: got a checkpoint, expected the folder that holds it. Give {str(folder.parent)!r}"
+            f", and tag={folder.name!r} to load this one."
+        )
     in_line = [each for each in candidates(folder) if each.name not in tried]
     for path in in_line:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 from collections import Counter
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import zerocore
 from torch.optim import lr_scheduler
 from zerocore._engine_state import marked, unmarked
-from zerocore.config import Config, PrecisionConfig, ZeroConfig
+from zerocore.config import CheckpointConfig, Config, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, ConfigError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,4 +283,51 @@ def test_momentum_is_not_switched_on_without_its_state(folder, caplog):
     engine.load_checkpoint(folder)
     assert "built without momentum" in caplog.text
     train(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_folders_are_those_of_the_call(folder, background, monkeypatch):
+    """Wherever the script goes meanwhile."""
+    monkeypatch.chdir(folder)
+    engine = build(checkpoint=CheckpointConfig(async_save=background))
+    engine.resume("run")
+    train(engine)
+    assert engine.save_checkpoint("run") == "run/global_step1"
+    monkeypatch.chdir("/")
+    engine.wait_for_checkpoint()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        train(engine)
+    engine.close()
+    assert sorted(p.name for p in (folder / "run").iterdir()) == ["global_step1", "global_step2", "latest"]
+
+
+def test_a_stop_saves_though_the_last_save_failed(folder, monkeypatch):
+    engine = build(checkpoint=CheckpointConfig(async_save=True))
+    engine.resume(folder)
+    train(engine)
+
+    def fail(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zerocore._core, "write_file", fail)
+        engine.save_checkpoint(folder)
+        engine._checkpoints._saver._thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        train(engine)
+    assert (folder / "latest").read_text() == "global_step2\n"
+    engine.close()
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(folder):
+    engine = build()
+    path = engine.save_checkpoint(folder)
+    for load in (engine.load_checkpoint, engine.resume):
+        with pytest.raises(
+            ConfigError, match=r"got a checkpoint, expected the folder that holds it.*tag='global_step0'"
+        ):
+            load(path)
     engine.close()
