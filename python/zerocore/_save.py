@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from zerocore import _channel, _core
 from zerocore._exchange import address_of, gather_json
 from zerocore._hash import hash_address
-from zerocore._load import CHECKSUM, LATEST, MANIFEST, checksum_line, newest_first, restore_replaced
+from zerocore._load import CHECKSUM, LATEST, MANIFEST, checksum_line, latest_name, newest_first, restore_replaced
 from zerocore._manifest import CHUNK_BYTES, File, Manifest, Piece
 from zerocore._safetensors import make_header
 from zerocore.errors import ConfigError, IoError
@@ -33,6 +34,7 @@ logger = logging.getLogger("zerocore")
 
 NUM_THREADS = 4  # that write or read one rank's file: each keeps one chunk in flight
 _DEFAULT_TAG = re.compile(r"global_step\d+")
+_committing = threading.Lock()  # two engines of a process may save into one folder, which has one `latest`
 _LEFT_OVER = re.compile(r"\..*\.(saving|deleting|replaced)")
 
 
@@ -89,6 +91,7 @@ class Saver:
         self._snapshot: Any = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._lock: int | None = None  # see _lock_folder(); on rank 0, while a save goes on
 
     def save(self, target: Target, sources: list[Source], make_manifest: MakeManifest, *, background: bool) -> None:
         """Saves. Collective; with `background` it returns as soon as the sources are copied.
@@ -97,7 +100,7 @@ class Saver:
             IoError: on every rank, when one of them could not write. No checkpoint that was there is touched.
         """
         self.wait()
-        self._together("prepare a checkpoint", lambda: _prepare(target) if self._comm.rank == 0 else None)
+        self._together("prepare a checkpoint", lambda: self._prepare(target) if self._comm.rank == 0 else None)
         if not background:
             self._write(target, sources, make_manifest)
             return
@@ -110,7 +113,7 @@ class Saver:
                 self._failure = error
                 logger.warning("[ckpt] saving %s in the background failed: %s", target.dir / target.tag, error)
 
-        self._thread = threading.Thread(target=run, name="zerocore-save", daemon=True)
+        self._thread = threading.Thread(target=run, name="zerocore-save")  # the process ends after it
         self._thread.start()
 
     def wait(self) -> None:
@@ -125,6 +128,10 @@ class Saver:
     def snapshot_bytes(self) -> int:
         """Host memory kept for saves in the background."""
         return 0 if self._snapshot is None else int(self._snapshot.bytes)
+
+    def _prepare(self, target: Target) -> None:
+        _prepare(target)
+        self._lock = _lock_folder(_saving(target))
 
     def _copy(self, sources: list[Source]) -> list[Source]:
         """The sources, copied into memory that is kept for the next time."""
@@ -141,16 +148,22 @@ class Saver:
         return copied
 
     def _write(self, target: Target, sources: list[Source], make_manifest: MakeManifest) -> None:
-        folder = _saving(target)
-        name = f"rank_{self._comm.rank:05}.safetensors"
-        written = self._together("write a checkpoint", lambda: _write_file(folder / name, sources))
+        try:
+            folder = _saving(target)
+            name = f"rank_{self._comm.rank:05}.safetensors"
+            written = self._together("write a checkpoint", lambda: _write_file(folder / name, sources))
 
-        def commit() -> None:
-            if self._comm.rank == 0:
-                files, pieces = _assemble(written)
-                _commit(target, make_manifest(files, pieces))
+            def commit() -> None:
+                if self._comm.rank == 0:
+                    files, pieces = _assemble(written)
+                    _commit(target, make_manifest(files, pieces))
 
-        self._together("commit a checkpoint", commit)
+            self._together("commit a checkpoint", commit)
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+                os.close(lock)
 
     def _together(self, label: str, work: Callable[[], Any]) -> list[Any]:
         """Runs `work` on every rank. What it returned on each; or, where one failed, its failure on all of them."""
@@ -187,8 +200,39 @@ def _prepare(target: Target) -> None:
         _check_ours(target.dir / target.tag)
         for left in target.dir.iterdir():
             if _LEFT_OVER.fullmatch(left.name):
-                shutil.rmtree(left)
+                _remove_left_over(left)
         _saving(target).mkdir()
+
+
+def _remove_left_over(path: Path) -> None:
+    """Deletes what a save that died has left, and nothing that another engine or job is saving right now."""
+    lock = None
+    try:
+        lock = _lock_folder(path)
+        shutil.rmtree(path)
+    except (BlockingIOError, FileNotFoundError):
+        pass  # in use; or gone: it was another's to delete
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock_folder(path: Path) -> int | None:
+    """Marks a folder as being written, until what it returns is closed. None on file systems that cannot tell.
+
+    Raises:
+        BlockingIOError: somebody else has marked it.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise
+    except OSError:
+        os.close(folder)
+        return None
+    return folder
 
 
 def _check_ours(path: Path) -> None:
@@ -239,7 +283,7 @@ def _assemble(written: list[dict[str, Any]]) -> tuple[list[File], Pieces]:
 def _commit(target: Target, manifest: Manifest) -> None:
     folder = _saving(target)
     final = target.dir / target.tag
-    with named_errors(folder):
+    with named_errors(folder), _committing:
         data = manifest.dump()
         _core.write_new_file(folder / MANIFEST, data)
         _core.write_new_file(folder / CHECKSUM, checksum_line(data))
@@ -262,7 +306,7 @@ def _prune(target: Target, replaced: Path | None) -> None:
         dying = [
             old.rename(old.with_name(f".{old.name}.deleting"))
             for old in ours[target.keep_last :]
-            if old.name != target.tag
+            if old.name not in (target.tag, latest_name(target.dir))
         ]
         _core.sync_folder(target.dir)  # nothing half-deleted has the name of a checkpoint, a power cut or not
         for each in dying:

@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import zerocore
 from torch.optim import lr_scheduler
 from zerocore._engine_state import marked, unmarked
+from zerocore._load import Checkpoint
 from zerocore.config import CheckpointConfig, Config, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, ConfigError, IoError
 
@@ -331,3 +334,42 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(folder):
         ):
             load(path)
     engine.close()
+
+
+def test_two_engines_save_into_one_folder_at_once(folder):
+    """What looks left over may be another's save that goes on."""
+    engines = {tag: build(checkpoint=CheckpointConfig(async_save=True)) for tag in ("generator", "critic")}
+    for _ in range(20):
+        for tag, engine in engines.items():
+            engine.save_checkpoint(folder, tag=tag)
+    left = folder / ".dead.saving"
+    left.mkdir()
+    for tag, engine in engines.items():
+        engine.save_checkpoint(folder, tag=tag)
+        engine.close()
+        Checkpoint(folder / tag).verify()
+    assert sorted(p.name for p in folder.iterdir()) == ["critic", "generator", "latest"]
+
+
+def test_what_latest_names_is_kept(folder):
+    engine = build(checkpoint=CheckpointConfig(keep_last=1))
+    for save_latest in (True, False, False):
+        train(engine)
+        engine.save_checkpoint(folder, save_latest=save_latest)
+    assert sorted(p.name for p in folder.iterdir()) == ["global_step1", "global_step3", "latest"]
+    engine.close()
+
+
+def test_the_process_ends_after_its_last_save(folder):
+    """Without wait_for_checkpoint() or close()."""
+    script = f"""
+import time, torch, zerocore
+from zerocore import _core
+write = _core.write_file
+_core.write_file = lambda *args, **options: (time.sleep(1), write(*args, **options))[1]
+config = zerocore.Config(train_batch_size=1, checkpoint=zerocore.config.CheckpointConfig(async_save=True))
+engine = zerocore.Engine(torch.nn.Linear(2, 2), config)
+engine.save_checkpoint({str(folder)!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    Checkpoint(folder / "global_step0").verify()
