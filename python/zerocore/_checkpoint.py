@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import signal
 import sys
 import threading
@@ -111,8 +112,7 @@ class Checkpoints:
         """Loads the newest whole checkpoint, if there is one, and from now on stops on SIGTERM. Collective."""
         loaded = self.load(dir, tag=None, what=what)
         self._stop_dir, self._stop_state = Path(dir).absolute(), client_state
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        _sigterm.give_to(self)
         if self._engine.rank == 0:
             if loaded.path is None:
                 logger.info("[ckpt] no checkpoint in %s: starting afresh", dir)
@@ -121,30 +121,40 @@ class Checkpoints:
         return loaded
 
     def stop(self) -> None:
-        """Saves and ends the process with exit code 0, after a step in which a rank was asked to. Collective."""
+        """Saves and ends the process with exit code 0, after a step in which a rank was asked to. Collective.
+
+        Other engines that have called resume() are saved too, each to its folder, as they stand.
+        """
+        others = [each for each in _sigterm.owners if each is not self and each._stop_dir != self._stop_dir]
+        for each in [*others, self]:
+            each._save_for_stop()
+        raise SystemExit(0)
+
+    def _save_for_stop(self) -> None:
+        engine = self._engine
         assert self._stop_dir is not None
+        in_step = engine._params.gradients.in_micro_step or engine._accumulation.micro_steps > 0
+        if in_step or engine._broken_by is not None:  # of another engine than the one that has made a step
+            if engine.rank == 0:
+                logger.warning("[ckpt] SIGTERM: the engine that saves to %s is not at a step's end.", self._stop_dir)
+            return
         with contextlib.suppress(IoError):  # an earlier save's failure, of which a warning told: this one counts
             self.wait()
         state = {} if self._stop_state is None else self._stop_state()
         path = self.save(self._stop_dir, tag=None, client_state=state, save_latest=True, exclude_frozen=False)
         self.wait()
-        if self._engine.rank == 0:
+        if engine.rank == 0:
             print(
-                f"zerocore: stopped on SIGTERM after step {self._engine.global_steps}; saved {path}",
+                f"zerocore: stopped on SIGTERM after step {engine.global_steps}; saved {path}",
                 file=sys.stderr,
                 flush=True,
             )
-        raise SystemExit(0)
 
     def close(self) -> None:
         """Waits for a save in the background, and leaves SIGTERM alone again."""
-        if self._stop_dir is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _sigterm.take_from(self)
         self._stop_dir = None
         self.wait()
-
-    def _on_sigterm(self, number: int, frame: Any) -> None:
-        self.stop_asked = True
 
     def _check_agreement(self, target: Target, client: ClientState, exclude_frozen: bool) -> None:
         """All ranks must save the same. Rank 0's client state is what is saved."""
@@ -192,6 +202,53 @@ class Checkpoints:
             if text is not None:
                 return f"[ckpt] rank {rank}: {text}" if self._engine.world_size > 1 else str(text)
         return None
+
+
+class _Sigterm:
+    """This process's handler of SIGTERM, while an engine has asked for it; then the one of before again.
+
+    It tells the engine that asked last: of several, that is the one whose step comes last, as a rule.
+    """
+
+    def __init__(self) -> None:
+        self.owners: list[Checkpoints] = []
+        self._before: Any = None
+
+    def give_to(self, owner: Checkpoints) -> None:
+        self.owners = [*(each for each in self.owners if each is not owner), owner]
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "[ckpt] resume: got a call in another thread than the main one, which cannot handle signals: SIGTERM "
+                "will not save. Call it in the main thread."
+            )
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler == self._handle:
+            return
+        if callable(handler):
+            logger.warning(
+                "[ckpt] resume: SIGTERM saves now, instead of calling %r, until the engine is closed.", handler
+            )
+        self._before = signal.signal(signal.SIGTERM, self._handle)
+
+    def take_from(self, owner: Checkpoints) -> None:
+        self.owners = [each for each in self.owners if each is not owner]
+        if not self.owners and threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    def _restore(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.owners:
+            self.owners[-1].stop_asked = True
+        else:  # the last was closed in another thread
+            self._restore()
+            os.kill(os.getpid(), number)
+
+
+_sigterm = _Sigterm()
 
 
 def _first_whole(folder: Path, tag: str | None, tried: list[str], *, strict: bool) -> Checkpoint | None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -373,3 +374,62 @@ engine.save_checkpoint({str(folder)!r})
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
     Checkpoint(folder / "global_step0").verify()
+
+
+@pytest.fixture
+def own_handler():
+    """A user's handler of SIGTERM; what it was called with."""
+    seen = []
+
+    def handler(number, frame):
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield handler, seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_the_users_again_after_close(folder, own_handler, caplog):
+    handler, seen = own_handler
+    first, second = build(), build()
+    first.resume(folder / "first")
+    assert "instead of calling" in caplog.text
+    first.resume(folder / "first")
+    second.resume(folder / "second")
+    first.close()
+    assert signal.getsignal(signal.SIGTERM) is not handler
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    third = build()
+    third.resume(folder / "first")
+    thread = threading.Thread(target=third.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert seen == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_resume_in_another_thread_says_that_sigterm_does_not_save(folder, own_handler, caplog):
+    engine = build()
+    thread = threading.Thread(target=engine.resume, args=(folder,))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is own_handler[0]
+    assert "Call it in the main thread" in caplog.text
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_sigterm_saves_all_engines(folder, world_size):
+    engines = [build(micro=2 // world_size, stage=stage) for stage in (0, 2)]
+    for number, engine in enumerate(engines):
+        engine.resume(folder / str(number))
+    if engines[0].rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    train(engines[0])
+    with pytest.raises(SystemExit) as stopped:
+        train(engines[1])
+    assert stopped.value.code == 0
+    for number, engine in enumerate(engines):
+        assert engine.load_checkpoint(folder / str(number)).path.endswith("global_step1")
+        engine.close()
