@@ -18,6 +18,7 @@ from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError, UnsupportedError
 
 _MASK = 2**64 - 1
+_END = object()  # of an iteration
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -117,20 +118,30 @@ class MicroBatchLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._next = (0, 0)  # epoch and step at which the next iteration starts
         self._epoch: int | None = None  # of the iteration that is going on
+        self._iteration = 0  # its number
+        self._moved = False  # by load_state_dict(), since it began
         self._handed_out = 0  # micro-batches of this epoch that the training loop has got
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._deal(self._begin(), self._iteration)
+
+    def _begin(self) -> Iterator[Any]:
         epoch, step = self._next
         self._next = (epoch + 1, 0)
         self._epoch, self._handed_out = epoch, step * self.batch_sampler.micro_steps
+        self._moved = False
+        self._iteration += 1
         self.batch_sampler.start_at(epoch=epoch, step=step)
-        return self._counted(super().__iter__(), epoch)
+        return super().__iter__()
 
-    def _counted(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        for batch in batches:
-            if epoch == self._epoch:  # not an older iteration that runs beside this one
+    def _deal(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+        while (batch := next(batches, _END)) is not _END:
+            if iteration == self._iteration and self._epoch is not None:  # not an older one that runs beside this one
                 self._handed_out += 1
             yield batch
+            if self._moved and iteration == self._iteration:  # by load_checkpoint() in the loop
+                batches = self._begin()
+                iteration = self._iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration go through `epoch`."""
@@ -143,12 +154,16 @@ class MicroBatchLoader(DataLoader[Any]):
         return {"epoch": self._epoch, "step": self._handed_out // self.batch_sampler.micro_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next iteration go on where state_dict() was called, on any number of ranks."""
+        """Makes the next iteration go on where state_dict() was called, on any number of ranks.
+
+        So does an iteration that is going on: its next batch is the first one after state_dict().
+        """
         if not {"epoch", "step"} <= state.keys():
             raise ConfigError(
                 f"[data] state: got the keys {sorted(state)}, expected epoch and step. Load what state_dict() gave."
             )
         self._next, self._epoch = (state["epoch"], state["step"]), None
+        self._moved = True
 
 
 def make_loader(

@@ -17,7 +17,7 @@ import zerocore
 from torch.optim import lr_scheduler
 from zerocore._engine_state import marked, unmarked
 from zerocore._load import Checkpoint
-from zerocore.config import CheckpointConfig, Config, PrecisionConfig, ZeroConfig
+from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, ConfigError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -433,3 +433,37 @@ def test_sigterm_saves_all_engines(folder, world_size):
     for number, engine in enumerate(engines):
         assert engine.load_checkpoint(folder / str(number)).path.endswith("global_step1")
         engine.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_load_in_the_loop_takes_the_loop_back(folder, num_workers):
+    """As after a loss that is NaN."""
+
+    def loader_engine():
+        data = DataConfig(num_workers=num_workers)
+        config = Config(train_batch_size=2, micro_batch_size=2, optimizer=OptimizerConfig(lr=0.01), data=data)
+        return zerocore.Engine(
+            torch.nn.Linear(1, 1), config, training_data=[torch.tensor([float(i)]) for i in range(20)]
+        )
+
+    def loop(engine, seen, *, save_at=None, back_at=None, stop_at):
+        while True:
+            for batch in engine.training_dataloader:
+                seen.append(batch.flatten().tolist())
+                engine.backward(engine(batch).mean())
+                engine.step()
+                if engine.global_steps == save_at:
+                    engine.save_checkpoint(folder)
+                if len(seen) == back_at:
+                    engine.load_checkpoint(folder)
+                if len(seen) == stop_at:
+                    return engine.training_dataloader.state_dict()
+
+    engine, seen = loader_engine(), []
+    at = loop(engine, seen, save_at=13, back_at=16, stop_at=18)
+    assert engine.global_steps == 15 and at == {"epoch": 1, "step": 5}
+    engine.close()
+    engine, expected = loader_engine(), []
+    loop(engine, expected, stop_at=15)
+    assert seen == expected[:13] + seen[13:16] + expected[13:15]
+    engine.close()
