@@ -137,6 +137,7 @@ void bind_comm(py::module_& m) {
           "Tells all ranks that this one ends, then waits until all have said so or the grace is over.")
       .def("watch_processes", &Communicator::watch_processes, NoGil(),
            "Lets the end of any rank's process be known to all. Returns why not; '' when it is. Collective; blocks.")
+      .def("promise_place", &Communicator::promise_place, "A thread will answer place_wanted() with tell_place().")
       .def("place_wanted", &Communicator::place_wanted, NoGil(),
            "Blocks until the place in the user's code is wanted for an error. False: it will not be any more.")
       .def("tell_place", &Communicator::tell_place, py::arg("place"))

@@ -14,6 +14,7 @@ _MAX_CHARS = 120
 
 def tell_when_asked(comm: Any) -> threading.Thread:
     """Starts the thread that answers `comm`, the world communicator. It sleeps in the core until a collective fails."""
+    comm.promise_place()
     thread = threading.Thread(target=_tell, args=(comm,), name="zc-place", daemon=True)
     thread.start()
     return thread

@@ -105,8 +105,10 @@ class Communicator {
   virtual std::string watch_processes() { return {}; }
 
   // Where in the caller's code a rank is ("train.py:57") is not told on each call, but asked for when something has
-  // failed; then it stands in the errors of all ranks. A thread of the caller's blocks in place_wanted() and answers
-  // with tell_place(). False: nobody will ask any more, since this rank has left. From any thread.
+  // failed; then it stands in the errors of all ranks. After promise_place() a thread of the caller's blocks in
+  // place_wanted() and answers with tell_place(); a failure waits a moment for it. False: nobody will ask any more,
+  // since this rank has left. From any thread.
+  virtual void promise_place() {}
   virtual bool place_wanted() { return false; }
   virtual void tell_place(std::string_view /*place*/) {}
 

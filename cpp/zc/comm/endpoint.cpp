@@ -245,12 +245,15 @@ std::string Endpoint::give_up(const CallId& call, const std::string& reason,
 
 // --- Places
 
+void Endpoint::promise_place() {
+  std::lock_guard lock(mutex_);
+  place_promised_ = true;
+}
+
 bool Endpoint::place_wanted() {
   if (forked()) return false;
   std::unique_lock lock(mutex_);
-  ++num_tellers_;
   place_asked_.wait(lock, [this] { return place_wanted_ || leaving_; });
-  --num_tellers_;
   return std::exchange(place_wanted_, false);
 }
 
@@ -263,7 +266,7 @@ void Endpoint::tell_place(std::string_view place) {
 
 std::string Endpoint::ask_place() {
   std::unique_lock lock(mutex_);
-  if (num_tellers_ > 0 && place_.empty()) {
+  if (place_promised_ && place_.empty()) {
     place_wanted_ = true;
     place_asked_.notify_all();
     place_told_.wait_for(lock, kOwnPlaceLimit, [this] { return !place_.empty(); });

@@ -56,6 +56,7 @@ class Endpoint {
   // Peers that `liveness` finds dead are lost from then on. Once.
   void watch(std::unique_ptr<Liveness> liveness);
 
+  void promise_place();
   bool place_wanted();
   void tell_place(std::string_view place);
 
@@ -183,7 +184,7 @@ class Endpoint {
   std::string left_;
   std::string place_;  // the first one told
   bool place_wanted_ = false;
-  int num_tellers_ = 0;  // threads in place_wanted()
+  bool place_promised_ = false;
   Clock::time_point leave_deadline_;
   bool stop_ = false;
   bool goodbye_done_ = false;

@@ -40,6 +40,7 @@ class TransportCommunicator final : public Communicator {
     return reason;
   }
 
+  void promise_place() override { endpoint_->promise_place(); }
   bool place_wanted() override { return endpoint_->place_wanted(); }
   void tell_place(std::string_view place) override { endpoint_->tell_place(place); }
 

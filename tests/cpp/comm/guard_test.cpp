@@ -227,6 +227,7 @@ TEST(GuardTest, AfterAFailureEveryCommunicatorOfTheRankIsBroken) {
 TEST(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
   const auto all = fates(3, kLong, [](Communicator& comm) {
     std::atomic<int> times_asked{0};
+    comm.promise_place();
     std::thread teller([&] {
       while (comm.place_wanted()) {
         ++times_asked;
@@ -255,6 +256,7 @@ TEST(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
 TEST(GuardTest, ARankThatCannotTellItsPlaceHoldsNobodyUp) {
   const auto start = Clock::now();
   const auto all = fates(2, kLong, [](Communicator& comm) {
+    comm.promise_place();
     std::thread teller([&] {
       while (comm.place_wanted()) {
         if (comm.rank() == 0) comm.tell_place("train.py:10");  // rank 1 does not get to answer
