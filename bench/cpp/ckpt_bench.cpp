@@ -188,9 +188,9 @@ void one_memcpy(benchmark::State& run) {
 
 // The argument is the number of threads; 0: one a core.
 BENCHMARK(disk_write)->Arg(1)->Arg(2)->Arg(4)->Arg(8)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK(write_file)->Arg(kDefaultThreads)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(write_file)->Arg(2)->Arg(4)->Arg(6)->Arg(8)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(disk_read)->Arg(1)->Arg(2)->Arg(4)->Arg(8)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK(read_ranges)->Arg(kDefaultThreads)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(read_ranges)->Arg(2)->Arg(4)->Arg(6)->Arg(8)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(one_memcpy)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(copy_segments)->Arg(0)->UseRealTime()->Unit(benchmark::kMillisecond);
 
