@@ -38,6 +38,8 @@ void Watchdog::run(std::chrono::milliseconds timeout, const std::function<std::s
     if (text.empty()) continue;
     const std::string line = prefix_ + text + "\n";
     [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
+    // Others are about to see the same, and MPI's launcher may end them as soon as this process has ended.
+    if (until != deadline) std::this_thread::sleep_for(2 * kLookPeriod);
     _exit(1);
   }
 }
