@@ -84,10 +84,12 @@ class Saver:
 
     Args:
         comm: used by this object alone.
+        chunk_bytes: of a file, with one checksum; as the manifests say.
     """
 
-    def __init__(self, comm: _core.Communicator) -> None:
+    def __init__(self, comm: _core.Communicator, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._comm = comm
+        self._chunk_bytes = chunk_bytes
         self._snapshot: Any = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -151,7 +153,9 @@ class Saver:
         try:
             folder = _saving(target)
             name = f"rank_{self._comm.rank:05}.safetensors"
-            written = self._together("write a checkpoint", lambda: _write_file(folder / name, sources))
+            written = self._together(
+                "write a checkpoint", lambda: _write_file(folder / name, sources, chunk_bytes=self._chunk_bytes)
+            )
 
             def commit() -> None:
                 if self._comm.rank == 0:
@@ -245,7 +249,7 @@ def _check_ours(path: Path) -> None:
         )
 
 
-def _write_file(path: Path, sources: list[Source]) -> dict[str, Any]:
+def _write_file(path: Path, sources: list[Source], *, chunk_bytes: int) -> dict[str, Any]:
     tensors: list[tuple[str, str, Sequence[int]]] = []
     pieces: list[list[Any]] = []
     for s in sources:
@@ -257,7 +261,7 @@ def _write_file(path: Path, sources: list[Source]) -> dict[str, Any]:
             tensors.append((f"{s.part}/{s.entry}", s.dtype, s.shape))
     header = bytearray(make_header(tensors, {"format": "pt"}))
     segments = [(address_of(header), len(header)), *((s.address, s.bytes) for s in sources)]
-    hashes = _core.write_file(path, segments, hash=hash_address(), chunk_bytes=CHUNK_BYTES, num_threads=NUM_THREADS)
+    hashes = _core.write_file(path, segments, hash=hash_address(), chunk_bytes=chunk_bytes, num_threads=NUM_THREADS)
     return {
         "name": path.name,
         "bytes": sum(num_bytes for _, num_bytes in segments),

@@ -21,8 +21,6 @@ from zerocore.errors import CheckpointError, IoError
 CHUNK_BYTES = 8192  # small, so that a save makes many writes
 NUMELS = {"large": 35_000, "odd": 333, "none": 0}  # of each rank
 
-_save.CHUNK_BYTES = CHUNK_BYTES
-
 
 @functools.cache
 def values(name, version, numel):
@@ -74,7 +72,7 @@ def save(saver, comm, dir, version, *, tag=None, background=False, keep_last=Non
 def save_alone(dir, version, **how):
     """By one rank, this process."""
     comm = _core.self_communicator(timeout_ms=60_000)
-    save(_save.Saver(comm), comm, dir, version, **how)
+    save(_save.Saver(comm, chunk_bytes=CHUNK_BYTES), comm, dir, version, **how)
 
 
 def version_of(path):
@@ -101,7 +99,7 @@ def versions(dir):
 def job_save(*, dir, version, how, faults):
     """One save. faults: the variables of each rank."""
     comm = _comm.world(timeout_ms=30_000)
-    saver = _save.Saver(comm.split(0, comm.rank))
+    saver = _save.Saver(comm.split(0, comm.rank), chunk_bytes=CHUNK_BYTES)
     comm.barrier("start").wait()
     power_cut.begin(**faults[comm.rank])
     save(saver, comm, dir, version, **how)
@@ -111,7 +109,7 @@ def job_save(*, dir, version, how, faults):
 def job_fail_everywhere(*, dir, before, how, action, error, every):
     """Saves again and again, from the same beginning, while one operation of one rank fails: each one in turn."""
     comm = _comm.world(timeout_ms=30_000)
-    saver = _save.Saver(comm.split(0, comm.rank))
+    saver = _save.Saver(comm.split(0, comm.rank), chunk_bytes=CHUNK_BYTES)
     there_before = versions(dir)[:1]
     comm.barrier("looked").wait()
     root = Path(dir).parents[1]  # what the copy `before` is of
