@@ -204,6 +204,10 @@ class Checkpoints:
         return None
 
 
+def _is_deepspeeds(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*_model_states.pt"))
+
+
 class _Sigterm:
     """This process's handler of SIGTERM, while an engine has asked for it; then the one of before again.
 
@@ -272,6 +276,11 @@ def _first_whole(folder: Path, tag: str | None, tried: list[str], *, strict: boo
             if strict:
                 raise
             logger.warning("%s Trying an older one.", error)
+    if any(_is_deepspeeds(path) for path in in_line):
+        raise CheckpointError(
+            f"[ckpt] {folder}: got a checkpoint of DeepSpeed, expected one of zerocore. Convert it: `zerocore "
+            "import-deepspeed` writes one into another folder."
+        )
     if in_line or tried:
         raise CheckpointError(
             f"[ckpt] {folder}: got no whole checkpoint, {len(in_line) + len(tried)} damaged ones. Look at the warnings "

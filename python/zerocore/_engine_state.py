@@ -60,7 +60,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
 _TENSOR = "$tensor"  # stands in a client state where a tensor was
 _TUPLE, _ITEMS, _COUNTER = "$tuple", "$items", "$counter"  # stand in a state where JSON has no such type
-_WRAPPERS = ("_orig_mod.",)  # torch.compile's
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile() and checkpoint_wrapper()
 
 
 class Names:
@@ -101,7 +101,7 @@ def modules_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name in the model, without what torch.compile puts into it."""
+    """A tensor's name in the model, without what wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -145,7 +145,16 @@ class Item:
         self.sources.append(Source(self.name, part, dtype, shape, begin, end, *memory))
 
     def add_tensor(self, tensor: torch.Tensor, begin: int, end: int) -> None:
-        """Adds elements [begin, end) of a tensor, as VALUE."""
+        """Adds elements [begin, end) of a tensor, as VALUE.
+
+        Raises:
+            UnsupportedError: it has no elements in memory here.
+        """
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"[ckpt] {self.name}: got a tensor of {tensor.layout} on {tensor.device}, expected a dense one on the "
+                "CPU. Keep it out of the state dict (register_buffer(persistent=False)), or convert it."
+            )
         dense = tensor.detach().contiguous()
         self.keep.append(dense)
         item = dense.element_size()
@@ -154,7 +163,12 @@ class Item:
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
     if dtype not in DTYPE_NAMES:
-        raise UnsupportedError(f"[ckpt] {name}: got a tensor of {dtype}, expected one of {list(DTYPE_NAMES)}.")
+        listed = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
+        raise UnsupportedError(
+            f"[ckpt] {name}: got a tensor of {dtype}, expected one of {listed}. Keep it out "
+            "of the state dict (register_buffer(persistent=False)), or convert it; torch.view_as_real() does it for a "
+            "complex one."
+        )
     return DTYPE_NAMES[dtype]
 
 

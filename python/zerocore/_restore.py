@@ -77,6 +77,7 @@ class Restore:
         self._fits: dict[str, bool] = {}
         self._compare()
         self._plan()
+        self._compare_numbers()
         self._judge()
 
     def read(self) -> None:
@@ -136,6 +137,37 @@ class Restore:
             if entry.name not in found:
                 self._leave_out("not in the model", entry.name)
         self._misfits = [why for why in self._left_out if why.startswith(("not in", "of another"))]
+
+    def _compare_numbers(self) -> None:
+        manifest, engine = self._checkpoint.manifest, self._engine
+        self._groups_fit = False
+        if self._what.optimizer_states:
+            why_not = self._why_groups_do_not_fit()
+            self._groups_fit = why_not is None
+            if why_not is not None:
+                self._leave_out("the optimizer's hyperparameters", why_not)
+            if manifest.state.loss_scaler is None and self._has_dynamic_scale():
+                self._leave_out("not in the checkpoint", "the loss scaler's state")
+        if self._what.scheduler_states and engine.lr_scheduler is not None:
+            if not _takes_state(engine.lr_scheduler):
+                self._leave_out("without load_state_dict(), so it begins anew", "the learning-rate scheduler")
+            elif manifest.state.scheduler is None:
+                self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
+
+    def _why_groups_do_not_fit(self) -> str | None:
+        saved, ours = self._checkpoint.manifest.optimizer, self._engine.optimizer
+        if saved is None or saved.type != ours.type or len(saved.groups) != len(ours.param_groups):
+            return f"{len(ours.param_groups)} groups of {ours.type} in this engine"
+        moved = self._in_other_groups()
+        if moved is not None:
+            return f"{moved} stands in another group in this engine"
+        if any(group.get("momentum") for group in saved.groups) and not ours.state_names:
+            return "this engine was built without momentum"
+        return None
+
+    def _has_dynamic_scale(self) -> bool:
+        precision = self._engine.config.precision
+        return self._engine._scaler is not None and precision.loss_scale.static_scale is None
 
     def _leave_out(self, why: str, what: str) -> None:
         self._left_out.setdefault(why, []).append(what)
@@ -276,9 +308,9 @@ class Restore:
         own: dict[str, dict[str, torch.Tensor]] = {}
         for name, value in {**self._checkpoint.manifest.state.extra_state, **self._made}.items():
             owner, _, key = name.rpartition(".")
-            if owner not in modules:
-                self._leave_out("of a module that is not in the model", name)
-            elif key == _EXTRA_STATE:
+            if owner not in modules:  # told already
+                continue
+            if key == _EXTRA_STATE:
                 take = modules[owner].set_extra_state
                 self._hand_over(f"set_extra_state of {name}", take, value if name in self._made else unmarked(value))
             else:
@@ -299,13 +331,10 @@ class Restore:
         if self._what.optimizer_states:
             self._restore_groups()
             self._restore_loss_scale(state)
-        if self._what.scheduler_states and callable(getattr(engine.lr_scheduler, "load_state_dict", None)):
-            if state.scheduler is None:
-                self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
-            else:
-                self._hand_over(
-                    "the learning-rate scheduler", engine.lr_scheduler.load_state_dict, unmarked(state.scheduler)
-                )
+        if self._what.scheduler_states and state.scheduler is not None and _takes_state(engine.lr_scheduler):
+            self._hand_over(
+                "the learning-rate scheduler", engine.lr_scheduler.load_state_dict, unmarked(state.scheduler)
+            )
         if engine.training_dataloader is not None and state.data is not None:
             engine.training_dataloader.load_state_dict(self._position(state.data, state.train_batch_size))
         threads = torch.get_num_threads()
@@ -320,17 +349,8 @@ class Restore:
 
     def _restore_groups(self) -> None:
         """Hyperparameters of the parameter groups, as torch's optimizers restore them."""
-        saved, ours = self._checkpoint.manifest.optimizer, self._engine.optimizer
-        groups = ours.param_groups
-        why = None
-        if saved is None or saved.type != ours.type or len(saved.groups) != len(groups):
-            why = f"{len(groups)} groups of {ours.type} in this engine"
-        elif moved := self._in_other_groups():
-            why = f"{moved} stands in another group in this engine"
-        elif any(group.get("momentum") for group in saved.groups) and not ours.state_names:
-            why = "this engine was built without momentum"
-        if saved is None or why is not None:
-            self._leave_out("the optimizer's hyperparameters", why or "")
+        saved, groups = self._checkpoint.manifest.optimizer, self._engine.optimizer.param_groups
+        if saved is None or not self._groups_fit:
             return
         for group, values in zip(groups, saved.groups, strict=True):
             for key, value in values.items():
@@ -372,11 +392,8 @@ class Restore:
 
     def _restore_loss_scale(self, state: State) -> None:
         scaler = self._engine._scaler
-        if scaler is not None and self._engine.config.precision.loss_scale.static_scale is None:
-            if state.loss_scaler is None:
-                self._leave_out("not in the checkpoint", "the loss scaler's state")
-            else:
-                scaler.state = state.loss_scaler
+        if state.loss_scaler is not None and self._has_dynamic_scale():
+            scaler.state = state.loss_scaler
 
     def _position(self, data: Data, then: int) -> dict[str, int]:
         """Where in the data to go on. Steps are counted in batches: `then` samples each in the checkpoint."""
@@ -405,6 +422,10 @@ class Restore:
             if int(rank) == engine.rank and part is not None:
                 states[name] = read_tensor(self._checkpoint, entry, part)
         restore_generators(states)
+
+
+def _takes_state(scheduler: Any) -> bool:
+    return callable(getattr(scheduler, "load_state_dict", None))
 
 
 def _load_own(module: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from zerocore._engine_state import marked, unmarked
 from zerocore._load import Checkpoint
 from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
-from zerocore.errors import CheckpointError, ConfigError, IoError
+from zerocore.errors import CheckpointError, ConfigError, IoError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -466,4 +466,62 @@ def test_a_load_in_the_loop_takes_the_loop_back(folder, num_workers):
     engine, expected = loader_engine(), []
     loop(engine, expected, stop_at=15)
     assert seen == expected[:13] + seen[13:16] + expected[13:15]
+    engine.close()
+
+
+BUFFERS = {
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.zeros(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS.values(), ids=BUFFERS)
+def test_buffers_that_cannot_be_saved_are_named(folder, buffer):
+    model = torch.nn.Linear(4, 3)
+    model.register_buffer("odd", buffer)
+    engine = build(model)
+    with pytest.raises(UnsupportedError, match=r"odd: got a tensor of .*persistent=False"):
+        engine.save_checkpoint(folder)
+    engine.close()
+
+
+def test_checkpoint_wrappers_leave_names_alone(folder):
+    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    engine = build(torch.nn.Sequential(wrapper.checkpoint_wrapper(torch.nn.BatchNorm1d(4)), torch.nn.Linear(4, 3)))
+    train(engine)
+    engine.save_checkpoint(folder)
+    mean = engine.module[0].running_mean.clone()
+    engine.close()
+    engine = build(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)))
+    engine.load_checkpoint(folder)
+    assert torch.equal(engine.module[0].running_mean, mean)
+    engine.close()
+
+
+def test_a_scheduler_without_a_state_is_named(folder, caplog):
+    class Halving:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+    engine = build(scheduler=Halving)
+    train(engine)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    assert "without load_state_dict(), so it begins anew: the learning-rate scheduler" in caplog.text
+    with pytest.raises(ConfigError, match="scheduler"):
+        engine.load_checkpoint(folder, strict=True)
+    engine.close()
+
+
+def test_deepspeeds_checkpoints_are_told_apart(folder):
+    (folder / "global_step1").mkdir()
+    (folder / "global_step1" / "mp_rank_00_model_states.pt").write_text("weights")
+    (folder / "latest").write_text("global_step1")
+    engine = build()
+    with pytest.raises(CheckpointError, match=r"got a checkpoint of DeepSpeed.*import-deepspeed"):
+        engine.resume(folder)
     engine.close()
