@@ -122,7 +122,7 @@ class Restore:
         for name, tensor in ours.items():
             entry = self._entries.get(name)
             if entry is None:
-                excluded = self._checkpoint.manifest.frozen_excluded and not tensor.requires_grad
+                excluded = self._checkpoint.manifest.frozen_excluded and not self._engine._params.is_trained(tensor)
                 why = "frozen parameters were left out when it was saved" if excluded else "not in the checkpoint"
                 self._leave_out(why if name in self._names.params else "not in the checkpoint", name)
                 continue

@@ -525,3 +525,22 @@ def test_deepspeeds_checkpoints_are_told_apart(folder):
     with pytest.raises(CheckpointError, match=r"got a checkpoint of DeepSpeed.*import-deepspeed"):
         engine.resume(folder)
     engine.close()
+
+
+def test_what_is_in_no_group_of_the_optimizer_is_frozen(folder):
+    """Adapters: the rest of the model need not have requires_grad=False."""
+
+    def adapter(base):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(base, torch.nn.Linear(3, 3))
+        return build(model, optimizer=lambda _: torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+    engine = adapter(torch.nn.Linear(4, 3))
+    train(engine)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    weight = engine.module[1].weight.clone()
+    engine.close()
+    engine = adapter(torch.nn.Linear(4, 3))
+    engine.load_checkpoint(folder)
+    assert torch.equal(engine.module[1].weight, weight)
+    engine.close()
