@@ -81,13 +81,18 @@ class Names:
         self.extra: dict[str, Any] = {}  # get_extra_state() of modules that have one
         params = {*self.params, *(tie for ties in self.ties.values() for tie in ties)}
         live = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+        name_of = {id(buffer): name for name, buffer in reversed(live.items())}
         for key, value in model.state_dict(keep_vars=True).items():
             name = plain_name(key)
-            if name in params:
+            if name in params or id(value) in first:
                 continue
-            if name in live:
-                if all(live[name] is not other for other in self.buffers.values()):
-                    self.buffers[name] = live[name]
+            if id(value) in name_of or name in live:  # hooks may have renamed it, or copied it
+                buffer = value if id(value) in name_of else live[name]
+                own = name_of[id(buffer)]
+                if own not in self.buffers:
+                    self.buffers[own] = buffer
+                elif name != own:
+                    self.ties.setdefault(id(buffer), []).append(name)
             elif isinstance(value, torch.Tensor):
                 self.made[name] = value
             else:
@@ -224,7 +229,13 @@ def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
 def _buffers(engine: Engine) -> Iterator[Item]:
     names = Names(engine.module)
     for name, buffer in {**names.buffers, **names.made}.items():
-        item = Item(name=name, shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype, name), role="buffer")
+        item = Item(
+            name=name,
+            shape=tuple(buffer.shape),
+            dtype=dtype_name(buffer.dtype, name),
+            role="buffer",
+            ties=names.ties.get(id(buffer), []),
+        )
         item.add_tensor(buffer, 0, buffer.numel() if engine.rank == 0 else 0)
         yield item
 

@@ -544,3 +544,49 @@ def test_what_is_in_no_group_of_the_optimizer_is_frozen(folder):
     engine.load_checkpoint(folder)
     assert torch.equal(engine.module[1].weight, weight)
     engine.close()
+
+
+class Shared(torch.nn.Module):
+    """One buffer under two names; `hook` changes the state dict."""
+
+    def __init__(self, hook=None, shared=True):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+        self.register_buffer("first", torch.arange(3.0))
+        self.register_buffer("second", self.first if shared else torch.zeros(3))
+        if hook is not None:
+            self._register_state_dict_hook(hook)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def renamed(module, state, prefix, metadata):
+    for name in list(state):
+        state[f"other.{name}"] = state.pop(name)
+
+
+def copied(module, state, prefix, metadata):
+    for name in list(state):
+        state[name] = state[name].clone()
+
+
+@pytest.mark.parametrize("hook", [None, renamed, copied])
+def test_buffers_may_be_shared_and_state_dicts_have_hooks(folder, hook):
+    model = Shared(hook)
+    engine = build(model)
+    train(engine)
+    engine.save_checkpoint(folder)
+    weight = model.inner.weight.clone()
+    with torch.no_grad():
+        model.first.zero_()
+        model.inner.weight.zero_()
+    engine.load_checkpoint(folder)
+    assert torch.equal(model.second, torch.arange(3.0)) and torch.equal(model.inner.weight, weight)
+    engine.close()
+    apart = Shared(shared=False)
+    engine = build(apart)
+    engine.load_checkpoint(folder, load_module_strict=hook is not renamed)
+    assert torch.equal(apart.first, torch.arange(3.0)) and torch.equal(apart.inner.weight, weight)
+    assert hook is renamed or torch.equal(apart.second, torch.arange(3.0))
+    engine.close()
