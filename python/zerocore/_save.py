@@ -35,6 +35,7 @@ logger = logging.getLogger("zerocore")
 NUM_THREADS = 4  # that write or read one rank's file: each keeps one chunk in flight
 _DEFAULT_TAG = re.compile(r"global_step\d+")
 _committing = threading.Lock()  # two engines of a process may save into one folder, which has one `latest`
+_OURS = re.compile(r"manifest\..*|rank_\d{5}\.safetensors")
 _LEFT_OVER = re.compile(r"\..*\.(saving|deleting|replaced)")
 
 
@@ -241,7 +242,9 @@ def _lock_folder(path: Path) -> int | None:
 
 def _check_ours(path: Path) -> None:
     """What a checkpoint replaces is deleted, so it must be one, or nothing. DeepSpeed's have the same names."""
-    if path.is_dir() and not (path / MANIFEST).exists() and any(path.iterdir()):
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return
+    if not all(_OURS.fullmatch(each.name) for each in path.iterdir()):  # what has lost its manifest is ours still
         raise IoError(
             errno.EEXIST,
             f"[ckpt] {path} is no checkpoint of zerocore: got a folder with other files, expected a free name. Move "

@@ -61,6 +61,8 @@ def test_a_folder_of_somebody_elses_is_not_replaced(folder):
     assert (theirs / "mp_rank_00_model_states.pt").read_text() == "weights"
     (folder / "mine").mkdir()  # an empty one is nobody's loss
     engine.save_checkpoint(folder, tag="mine")
+    (folder / "mine" / "manifest.json").unlink()  # and one that is damaged may be made again
+    engine.save_checkpoint(folder, tag="mine")
     assert engine.load_checkpoint(folder).path == str(folder / "mine")
     engine.close()
 
