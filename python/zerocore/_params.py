@@ -241,7 +241,7 @@ class ModelParams(_released.NotPickled):
     def name_of(self, param: torch.nn.Parameter) -> str:
         return self.names[self.index_of(param)]
 
-    def is_trained(self, param: torch.nn.Parameter) -> bool:
+    def is_trained(self, param: torch.Tensor) -> bool:
         index = self._index_of.get(id(param))
         return index is not None and self._is_trained[index]
 
