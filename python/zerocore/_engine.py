@@ -130,6 +130,9 @@ class Engine(WholeModel, Saving):
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None  # what has left the state in parts
+        # Of its own: users call all_reduce_mean() between backward() and step(), where ranks may be at different points
+        # of their reductions.
+        self._mean_comm = self.comm.split(0, self.rank)
         self._joining: Join | None = None  # the open join() block
         self._join_comm: _core.Communicator | None = None  # once there was one
         self._checkpoints = Checkpoints(self)
@@ -345,7 +348,7 @@ class Engine(WholeModel, Saving):
         """
         if self._joining is not None:
             return self._joining.mean(float(value), self._had_micro_batch)
-        return _core.exact_mean(self.comm, float(value), self._had_micro_batch)
+        return _core.exact_mean(self._mean_comm, float(value), self._had_micro_batch)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds, by name.
@@ -367,8 +370,10 @@ class Engine(WholeModel, Saving):
     def comm_report(self) -> dict[str, dict[str, int]]:
         """Calls and payload elements handed to each kind of collective since the engine was built."""
         report = {op: {**count} for op, count in self.comm.counters().items()}
-        if self._params.core.gather_comm is not self.comm:
-            for op, count in self._params.core.gather_comm.counters().items():
+        for comm in {id(comm): comm for comm in (self._params.core.gather_comm, self._mean_comm)}.values():
+            if comm is self.comm:
+                continue
+            for op, count in comm.counters().items():
                 for name, value in count.items():
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
         return report
