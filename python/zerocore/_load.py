@@ -24,7 +24,6 @@ from zerocore.errors import CheckpointError, IoError, UnsupportedError
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.xxh3"
 LATEST = "latest"
-NUM_THREADS = 4
 _MAX_MANIFEST_BYTES = 1 << 31
 _MAX_LATEST_BYTES = 4096
 
@@ -174,7 +173,6 @@ class Checkpoint:
         return {
             "hash": hash_address(),
             "chunk_bytes": self.manifest.chunk_bytes,
-            "num_threads": NUM_THREADS,
         }
 
 

@@ -32,7 +32,6 @@ from zerocore.errors import ConfigError, IoError
 
 logger = logging.getLogger("zerocore")
 
-NUM_THREADS = 4  # that write or read one rank's file: each keeps one chunk in flight
 _DEFAULT_TAG = re.compile(r"global_step\d+")
 _committing = threading.Lock()  # two engines of a process may save into one folder, which has one `latest`
 _OURS = re.compile(r"manifest\..*|rank_\d{5}\.safetensors")
@@ -264,7 +263,7 @@ def _write_file(path: Path, sources: list[Source], *, chunk_bytes: int) -> dict[
             tensors.append((f"{s.part}/{s.entry}", s.dtype, s.shape))
     header = bytearray(make_header(tensors, {"format": "pt"}))
     segments = [(address_of(header), len(header)), *((s.address, s.bytes) for s in sources)]
-    hashes = _core.write_file(path, segments, hash=hash_address(), chunk_bytes=chunk_bytes, num_threads=NUM_THREADS)
+    hashes = _core.write_file(path, segments, hash=hash_address(), chunk_bytes=chunk_bytes)
     return {
         "name": path.name,
         "bytes": sum(num_bytes for _, num_bytes in segments),

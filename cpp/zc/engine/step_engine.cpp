@@ -252,7 +252,8 @@ BufferView StepEngine::kept_memory(int param, Range range) const {
 }
 
 void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
-  zero_grad();
+  const auto used = reducer_->used();
+  if (std::ranges::any_of(used, [](std::uint8_t flag) { return flag != 0; })) zero_grad();
   optimizer_.set_steps(steps);
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
