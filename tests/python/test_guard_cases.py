@@ -376,11 +376,24 @@ def test_a_checkpoint_on_rank_0_only_is_named(job, tmp_path):
 
 
 def test_one_more_call_on_one_rank_is_named(job):
-    ranks = job(3, AFTER_TWO_STEPS.replace("FAULT", "engine.all_reduce_mean(1.0)"))
+    ranks = job(3, AFTER_TWO_STEPS.replace("FAULT", "engine.load_state_dict(engine.module.state_dict())"))
     for r in ranks:
         assert "CommError: [comm] ranks are in different collectives: rank 0 is in step 2, reduce bucket 0" in r.text
-        assert "rank 1 is in step 2, mean over ranks [all_reduce (sum) of 72 int64, call " in r.text
+        assert "rank 1 is in step 2, load parameter weight [broadcast" in r.text
     assert all(r.seconds < SECONDS for r in ranks[::2])
+
+
+def test_a_mean_on_one_rank_is_named_after_the_timeout(job):
+    """It has a communicator of its own, since ranks may take it at other points of their reductions."""
+    script = AFTER_TWO_STEPS.replace("FAULT", "engine.all_reduce_mean(1.0)")
+    ranks = job(3, script, timeout_ms=2000)
+    assert (
+        "CommError: [comm] timed out after 2 s in step 2, mean over ranks: rank 0, rank 2 did not arrive"
+        in ranks[1].text
+    )
+    for r in ranks[::2]:
+        assert r.seconds < 2 + SECONDS
+        assert "CommError: [comm]" in r.text and "rank 1" in r.text
 
 
 @pytest.mark.ranks(2)
