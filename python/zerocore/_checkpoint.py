@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerocore._engine_state import ClientState, collect, describe
+from zerocore._engine_state import Names, collect, describe
 from zerocore._exchange import broadcast_json, gather_json
 from zerocore._load import MANIFEST, Checkpoint, candidates
 from zerocore._restore import Restore, What, client_state
 from zerocore._save import Saver, Target, check_tag
+from zerocore._values import ClientState
 from zerocore.errors import CheckpointError, ConfigError, IoError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ class Checkpoints:
         self._check_agreement(target, client, exclude_frozen)
         if self._saver is None:
             self._saver = Saver(engine.comm.split(0, engine.rank))
-        items = collect(engine, client, exclude_frozen=exclude_frozen)
+        names = Names(engine.module)
+        items = collect(engine, names, client, exclude_frozen=exclude_frozen)
         self._saver.save(
             target,
             [source for item in items for source in item.sources],
-            describe(engine, items, client, exclude_frozen=exclude_frozen),
+            describe(engine, names, items, client, exclude_frozen=exclude_frozen),
             background=engine.config.checkpoint.async_save,
         )
         return Path(save_dir) / tag
@@ -196,8 +198,8 @@ class Checkpoints:
         failure = None
         try:
             work()
-        except (CheckpointError, OSError) as error:
-            failure = str(error)
+        except (CheckpointError, OSError, MemoryError) as error:
+            failure = str(error) or "out of memory"
         for rank, text in enumerate(gather_json(self._engine.comm, failure, "load_checkpoint")):
             if text is not None:
                 return f"[ckpt] rank {rank}: {text}" if self._engine.world_size > 1 else str(text)

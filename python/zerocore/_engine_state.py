@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
-import json
-import numbers
-import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import zerocore
 from zerocore._exchange import gather_json
+from zerocore._generators import generator_states
 from zerocore._load import MANIFEST
 from zerocore._manifest import (
     CHUNK_BYTES,
@@ -34,6 +28,7 @@ from zerocore._manifest import (
     parse_manifest,
 )
 from zerocore._save import Pieces, Source
+from zerocore._values import ClientState, marked, plain
 from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -58,8 +53,6 @@ DTYPE_NAMES = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
-_TENSOR = "$tensor"  # stands in a client state where a tensor was
-_TUPLE, _ITEMS, _COUNTER = "$tuple", "$items", "$counter"  # stand in a state where JSON has no such type
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile() and checkpoint_wrapper()
 
 
@@ -177,7 +170,7 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def collect(engine: Engine, client: ClientState, *, exclude_frozen: bool) -> list[Item]:
+def collect(engine: Engine, names: Names, client: ClientState, *, exclude_frozen: bool) -> list[Item]:
     """Everything that is saved: the same list on every rank, with the parts that this rank saves. Collective.
 
     Note: which rank saves what. What is trained or frozen is saved share by share, each element once, whatever the
@@ -185,17 +178,16 @@ def collect(engine: Engine, client: ClientState, *, exclude_frozen: bool) -> lis
     generators.
     """
     return [
-        *_params(engine, exclude_frozen=exclude_frozen),
-        *_buffers(engine),
+        *_params(engine, names, exclude_frozen=exclude_frozen),
+        *_buffers(engine, names),
         *_client(engine, client),
         *_generators(engine),
     ]
 
 
-def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
+def _params(engine: Engine, names: Names, *, exclude_frozen: bool) -> Iterator[Item]:
     params, rank = engine._params, engine.rank
     params.take_writes()
-    names = Names(engine.module)
     steps = params.core.param_steps()
     for name, param in names.params.items():
         index = params.find(param)
@@ -226,8 +218,7 @@ def _params(engine: Engine, *, exclude_frozen: bool) -> Iterator[Item]:
         yield item
 
 
-def _buffers(engine: Engine) -> Iterator[Item]:
-    names = Names(engine.module)
+def _buffers(engine: Engine, names: Names) -> Iterator[Item]:
     for name, buffer in {**names.buffers, **names.made}.items():
         item = Item(
             name=name,
@@ -249,7 +240,7 @@ def _client(engine: Engine, client: ClientState) -> Iterator[Item]:
 
 
 def _generators(engine: Engine) -> Iterator[Item]:
-    mine = _generator_states()
+    mine = generator_states()
     sizes = gather_json(engine.comm, {name: state.numel() for name, state in mine.items()}, "save_checkpoint")
     for rank, of_rank in enumerate(sizes):
         for name, size in of_rank.items():
@@ -258,166 +249,8 @@ def _generators(engine: Engine) -> Iterator[Item]:
             yield item
 
 
-def _generator_states() -> dict[str, torch.Tensor]:
-    """The states of the random generators that users draw from, as bytes."""
-    version, internal, gauss = random.getstate()
-    states = {"torch": torch.get_rng_state(), "python": _bytes_of([version, list(internal), gauss])}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = _bytes_of([kind, keys.tolist(), *rest])
-    return states
-
-
-def _bytes_of(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets this process's random generators as _generator_states() found them.
-
-    Raises:
-        CheckpointError: that is no state of such a generator.
-    """
-    before = _generator_states()
-    try:
-        for name, state in states.items():
-            _restore_generator(name, state)
-    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError) as error:
-        for name, state in before.items():
-            _restore_generator(name, state)
-        raise CheckpointError(f"[ckpt] rng/{name}: got no state of such a generator ({error}).") from None
-
-
-def _restore_generator(name: str, state: torch.Tensor) -> None:
-    if name == "torch":
-        torch.set_rng_state(state)
-        return
-    value = json.loads(bytes(state.tolist()))
-    if name == "python":
-        random.setstate((value[0], tuple(value[1]), value[2]))
-    elif name == "numpy" and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(value))
-
-
-class ClientState:
-    """A user's state: JSON types, with tensors taken out.
-
-    Raises:
-        ConfigError: it holds something else, named.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.plain = self._take(value, "client_state")
-
-    def _take(self, value: Any, where: str) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value.detach().cpu())
-            return {_TENSOR: len(self.tensors) - 1}
-        if type(value) is list:
-            return [self._take(each, f"{where}[{i}]") for i, each in enumerate(value)]
-        if type(value) is dict:
-            for key in value:
-                if type(key) is not str or key == _TENSOR:
-                    raise ConfigError(f"[ckpt] {where}: got the key {key!r}, expected a string. Convert it.")
-            return {key: self._take(each, f"{where}[{key!r}]") for key, each in value.items()}
-        raise ConfigError(
-            f"[ckpt] {where}: got a {type(value).__name__}, expected None, a bool, number, string, list, dict with "
-            "string keys, or tensor: a checkpoint holds no pickled objects. Save the object's state_dict(), or numbers."
-        )
-
-    def digest(self) -> str:
-        """The same on two ranks with the same state."""
-        hashed = hashlib.sha256(json.dumps(self.plain, sort_keys=True).encode())
-        for tensor in self.tensors:
-            dense = tensor.contiguous()
-            if num_bytes := dense.numel() * dense.element_size():
-                hashed.update((ctypes.c_char * num_bytes).from_address(dense.data_ptr()))
-        return hashed.hexdigest()
-
-
-def with_tensors(plain: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """The client state again.
-
-    Raises:
-        CheckpointError: it names a tensor that is not there.
-    """
-    if isinstance(plain, list):
-        return [with_tensors(each, tensors) for each in plain]
-    if isinstance(plain, dict):
-        if _TENSOR in plain:
-            number = plain[_TENSOR]
-            if type(number) is not int or number not in tensors:
-                raise CheckpointError(f"[ckpt] client state: got tensor {number!r}, expected one of {list(tensors)}.")
-            return tensors[number]
-        return {key: with_tensors(each, tensors) for key, each in plain.items()}
-    return plain
-
-
-def plain(value: Any, what: str) -> Any:
-    """A value of ours or of torch's as JSON types: tuples become lists, 0-d tensors and numpy's numbers numbers.
-
-    Raises:
-        ConfigError: something in it is no such value.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [plain(each, what) for each in value]
-    if isinstance(value, Mapping):
-        return {str(key): plain(each, what) for key, each in value.items()}
-    raise ConfigError(
-        f"[ckpt] {what} holds a {type(value).__name__}, expected numbers, strings, lists and dicts: a checkpoint holds "
-        "no pickled objects. Keep it out of the state, or save it yourself."
-    )
-
-
-def marked(value: Any, what: str) -> Any:
-    """As plain(), but unmarked() gives back tuples, dicts with keys of any plain type, and Counters.
-
-    What looks into its own state finds it as it was: torch's MultiStepLR has a Counter of numbers.
-    """
-    if isinstance(value, tuple):
-        return {_TUPLE: [marked(each, what) for each in value]}
-    if isinstance(value, list):
-        return [marked(each, what) for each in value]
-    if isinstance(value, Mapping):
-        if all(type(key) is str and not key.startswith("$") for key in value) and not isinstance(value, Counter):
-            return {key: marked(each, what) for key, each in value.items()}
-        mark = _COUNTER if isinstance(value, Counter) else _ITEMS
-        return {mark: [[marked(key, what), marked(each, what)] for key, each in value.items()]}
-    return plain(value, what)
-
-
-def unmarked(value: Any) -> Any:
-    """What marked() was given; tuples and dicts instead of their subclasses.
-
-    Raises:
-        CheckpointError: marked() gives no such value.
-    """
-    if isinstance(value, list):
-        return [unmarked(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    try:
-        if _TUPLE in value:
-            return tuple(unmarked(each) for each in value[_TUPLE])
-        for mark, kind in ((_ITEMS, dict), (_COUNTER, Counter)):
-            if mark in value:
-                return kind({unmarked(key): unmarked(each) for key, each in value[mark]})
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"[ckpt] got {str(value)[:100]} for a tuple or dict, which it is not: {error}.") from None
-    return {key: unmarked(each) for key, each in value.items()}
-
-
 def describe(
-    engine: Engine, items: list[Item], client: ClientState, *, exclude_frozen: bool
+    engine: Engine, names: Names, items: list[Item], client: ClientState, *, exclude_frozen: bool
 ) -> Callable[[list[File], Pieces], Manifest]:
     """A function that makes the manifest once all files are written; everything else in it is as it is now."""
     precision = engine.config.precision
@@ -442,7 +275,7 @@ def describe(
                 for group in engine.optimizer.param_groups
             ],
         ),
-        "state": _numbers(engine),
+        "state": _numbers(engine, names),
         "client_state": client.plain,
     }
 
@@ -477,7 +310,7 @@ def entry_of(item: Item, pieces: Pieces) -> Entry:
     )
 
 
-def _numbers(engine: Engine) -> State:
+def _numbers(engine: Engine, names: Names) -> State:
     scheduler, loader = engine.lr_scheduler, engine.training_dataloader
     has_state = callable(getattr(scheduler, "state_dict", None))
     return State(
@@ -488,5 +321,5 @@ def _numbers(engine: Engine) -> State:
         loss_scaler=None if engine._scaler is None else engine._scaler.state,
         scheduler=marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
         data=None if loader is None else Data(**loader.state_dict()),
-        extra_state=marked(Names(engine.module).extra, "what get_extra_state() of a module returns"),
+        extra_state=marked(names.extra, "what get_extra_state() of a module returns"),
     )

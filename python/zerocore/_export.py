@@ -25,10 +25,10 @@ from typing import Literal
 
 from zerocore import _core
 from zerocore._exchange import address_of
+from zerocore._files import named_errors
 from zerocore._load import Checkpoint, Wanted
 from zerocore._manifest import Entry, Part
 from zerocore._safetensors import ITEM_BYTES, Writer
-from zerocore._save import named_errors
 from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger("zerocore")

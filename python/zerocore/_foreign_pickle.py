@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from zerocore._files import named_errors
 from zerocore.errors import CheckpointError, IoError, UnsupportedError
 
 
@@ -109,22 +110,23 @@ def load(path: Path) -> Any:
         IoError: it cannot be read.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with named_errors(path, area="import"), zipfile.ZipFile(path) as archive:
             names = [name.rpartition("/")[2] for name in archive.namelist()]
     except zipfile.BadZipFile:
         raise CheckpointError(
             f"[import] {path} is damaged, or older than torch 1.6: it is no zip file, expected what torch.save() "
             "writes. Load it with the torch that wrote it and save it again."
         ) from None
-    except OSError as error:
-        raise IoError(error.errno, f"[import] {path}: {error.strerror} (errno {error.errno}).") from None
     if "data.pkl" not in names or "constants.pkl" in names:
         raise UnsupportedError(
             f"[import] {path}: got another zip file or TorchScript, expected what torch.save() writes."
         )
     try:
-        return torch.load(str(path), map_location="cpu", pickle_module=_as_pickle_module, weights_only=False, mmap=True)
-    except OSError as error:
-        raise IoError(error.errno, f"[import] {path}: {error.strerror} (errno {error.errno}).") from None
+        with named_errors(path, area="import"):
+            return torch.load(
+                str(path), map_location="cpu", pickle_module=_as_pickle_module, weights_only=False, mmap=True
+            )
+    except IoError:
+        raise
     except Exception as error:  # whatever nonsense in a pickle leads to
         raise CheckpointError(f"[import] {path} is damaged: {type(error).__name__}: {error}") from None

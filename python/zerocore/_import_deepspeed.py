@@ -14,10 +14,11 @@ from pydantic import ValidationError
 import zerocore
 from zerocore import _core
 from zerocore._deepspeed import DeepSpeedCheckpoint
-from zerocore._engine_state import DTYPE_NAMES, VALUE, ClientState, Item, entry_of, plain_name
+from zerocore._engine_state import DTYPE_NAMES, VALUE, Item, entry_of, plain_name
 from zerocore._foreign_pickle import StandIn
 from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, File, Job, Manifest, Optimizer, State
 from zerocore._save import Pieces, Saver, Target, check_tag
+from zerocore._values import ClientState
 from zerocore.config import as_config
 from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 

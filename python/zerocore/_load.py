@@ -6,8 +6,6 @@ compared with the files' own before any memory is taken, and no name leads out o
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ import xxhash
 from zerocore import _core
 from zerocore import _safetensors as safetensors
 from zerocore._exchange import address_of
+from zerocore._files import regular_size, small_file
 from zerocore._hash import hash_address
 from zerocore._manifest import Entry, Manifest, Part, parse_manifest
 from zerocore.errors import CheckpointError, IoError, UnsupportedError
@@ -61,7 +60,7 @@ class Checkpoint:
         self.manifest_bytes = data
         self.manifest: Manifest = parse_manifest(data, path=str(path / MANIFEST))
         for file in self.manifest.files:
-            have = _regular_size(path / file.name)
+            have = regular_size(path / file.name)
             if have != file.bytes:
                 raise CheckpointError(
                     f"[ckpt] {path / file.name} is damaged: got {have} bytes, expected {file.bytes}. Use another "
@@ -177,8 +176,8 @@ class Checkpoint:
 
 
 def _checked_manifest(path: Path) -> bytes:
-    data = _small_file(path / MANIFEST, _MAX_MANIFEST_BYTES)
-    if _small_file(path / CHECKSUM, _MAX_LATEST_BYTES) != checksum_line(data):
+    data = small_file(path / MANIFEST, _MAX_MANIFEST_BYTES)
+    if small_file(path / CHECKSUM, _MAX_LATEST_BYTES) != checksum_line(data):
         raise CheckpointError(
             f"[ckpt] {path / MANIFEST} is damaged: it does not have the checksum in {CHECKSUM}. Use another checkpoint."
         )
@@ -202,7 +201,7 @@ def newest_first(dir: Path) -> list[Path]:
         return []
     for folder in folders:
         try:
-            data = _small_file(folder / MANIFEST, _MAX_MANIFEST_BYTES)
+            data = small_file(folder / MANIFEST, _MAX_MANIFEST_BYTES)
             steps = parse_manifest(data, path=str(folder / MANIFEST)).global_steps
         except (CheckpointError, UnsupportedError, OSError):
             steps = -1  # damaged: whoever opens it says so
@@ -226,7 +225,7 @@ def candidates(dir: Path) -> list[Path]:
 def latest_name(dir: Path) -> str | None:
     """What `dir/latest` says; None where there is none that can be read."""
     try:
-        return _small_file(dir / LATEST, _MAX_LATEST_BYTES).decode().strip()
+        return small_file(dir / LATEST, _MAX_LATEST_BYTES).decode().strip()
     except (OSError, CheckpointError, UnicodeDecodeError):
         return None
 
@@ -246,29 +245,3 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{MANIFEST}, or the one above it."
         )
     return Checkpoint(found[0])
-
-
-def _small_file(path: Path, limit: int) -> bytes:
-    size = _regular_size(path)
-    if size > limit:
-        raise CheckpointError(f"[ckpt] {path}: got {size} bytes, expected at most {limit}. It is no such file.")
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
-            return file.read(size)
-    except OSError as error:
-        raise IoError(error.errno, f"[ckpt] {path}: {error.strerror} (errno {error.errno}).") from None
-
-
-def _regular_size(path: Path) -> int:
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"[ckpt] {path} is missing: got no such file, expected a checkpoint. Look at the folder's name, or use "
-            "another checkpoint."
-        ) from None
-    except OSError as error:
-        raise IoError(error.errno, f"[ckpt] {path}: {error.strerror} (errno {error.errno}).") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"[ckpt] {path} is damaged: got no regular file, expected one. Use another checkpoint.")
-    return status.st_size

@@ -14,8 +14,8 @@ import torch
 from zerocore import _core
 from zerocore._engine_state import dtype_name, plain_name
 from zerocore._exchange import gather_json
+from zerocore._files import named_errors
 from zerocore._safetensors import Writer
-from zerocore._save import named_errors
 from zerocore.errors import IoError
 
 if TYPE_CHECKING:

@@ -21,12 +21,11 @@ from zerocore._engine_state import (
     Names,
     memory_order,
     modules_by_name,
-    restore_generators,
-    unmarked,
-    with_tensors,
 )
+from zerocore._generators import restore_generators
 from zerocore._load import Checkpoint, Wanted
 from zerocore._manifest import Data, Entry, Part, State
+from zerocore._values import unmarked, with_tensors
 from zerocore.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

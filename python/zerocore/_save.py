@@ -9,7 +9,6 @@ one, whole. What is left lying is deleted at the next save.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -18,12 +17,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerocore import _channel, _core
 from zerocore._exchange import address_of, gather_json
+from zerocore._files import named_errors
 from zerocore._hash import hash_address
 from zerocore._load import CHECKSUM, LATEST, MANIFEST, checksum_line, latest_name, newest_first, restore_replaced
 from zerocore._manifest import CHUNK_BYTES, File, Manifest, Piece
@@ -177,7 +177,10 @@ class Saver:
         except OSError as failed:
             error = [failed.errno, str(failed)]
         except MemoryError as failed:
-            error = [12, f"[ckpt] out of memory ({failed})"]
+            error = [errno.ENOMEM, f"[ckpt] out of memory ({failed})"]
+        except Exception as failed:  # a fault, ours or of the disk: the others shall not wait for this rank
+            logger.exception("[ckpt] rank %d could not %s", self._comm.rank, label)
+            error = [errno.EIO, f"[ckpt] {type(failed).__name__}: {failed}."]
         outcomes = gather_json(self._comm, [result, error], label)
         for rank, (_, failed_with) in enumerate(outcomes):
             if failed_with is not None:
@@ -319,18 +322,3 @@ def _prune(target: Target, replaced: Path | None) -> None:
             shutil.rmtree(each)
     except OSError as error:
         logger.warning("[ckpt] old checkpoints in %s could not be deleted: %s", target.dir, error)
-
-
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Names the path in errors of Python's own calls."""
-    try:
-        yield
-    except IoError:
-        raise
-    except OSError as error:
-        raise IoError(
-            error.errno,
-            f"[ckpt] {error.filename or path}: {os.strerror(error.errno or 0)} (errno {error.errno}). Look at the "
-            "folder's permissions and space.",
-        ) from None

@@ -9,26 +9,18 @@ from typing import Any
 
 from zerocore._accumulation import Accumulation
 from zerocore._checkpoint import Checkpoints, Loaded
-from zerocore._params import ModelParams
+from zerocore._part import EnginePart
 from zerocore._restore import What
 from zerocore.errors import ConfigError
 
 logger = logging.getLogger("zerocore")
 
 
-class Saving:
-    """A part of Engine, which has what is declared here."""
+class Saving(EnginePart):
+    """save_checkpoint(), load_checkpoint(), resume()."""
 
-    _params: ModelParams
     _accumulation: Accumulation
     _checkpoints: Checkpoints
-
-    @property
-    def rank(self) -> int:
-        raise NotImplementedError
-
-    def _check_all_here(self, call: str) -> None:
-        raise NotImplementedError
 
     def _check_whole(self) -> None:
         raise NotImplementedError

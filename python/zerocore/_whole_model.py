@@ -11,29 +11,16 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zerocore import _core, zero
+from zerocore import zero
 from zerocore._model_file import ModelFile
-from zerocore._params import ModelParams
-from zerocore.config import ResolvedConfig
+from zerocore._part import EnginePart
 from zerocore.errors import ConfigError
 
 logger = logging.getLogger("zerocore")
 
 
-class WholeModel(torch.nn.Module):
-    """A part of Engine, which has what is declared here."""
-
-    module: torch.nn.Module
-    config: ResolvedConfig
-    comm: _core.Communicator
-    _params: ModelParams
-
-    @property
-    def rank(self) -> int:
-        raise NotImplementedError
-
-    def _check_all_here(self, call: str) -> None:
-        raise NotImplementedError
+class WholeModel(EnginePart):
+    """unsharded(), state_dict() and their like."""
 
     def unsharded(
         self, module: torch.nn.Module | None = None, *, modifier_rank: int | None = None

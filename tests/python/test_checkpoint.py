@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import zerocore
 from toy_models import SHARD_ALL, batch, make
-from zerocore._engine_state import _generator_states
+from zerocore._generators import generator_states
 from zerocore._load import Checkpoint
 from zerocore.config import (
     CheckpointConfig,
@@ -280,7 +280,7 @@ def test_each_rank_reads_what_it_keeps(folder, stage, world_size, monkeypatch):
 
     monkeypatch.setattr(zerocore._core, "read_ranges", read_ranges)
     engine.load_checkpoint(folder)
-    generators = sum(state.numel() for state in _generator_states().values())
+    generators = sum(state.numel() for state in generator_states().values())
     assert sum(read) == 3 * 4 * kept + generators
     assert engine.comm.all_reduce([kept], zerocore._core.ReduceOp.sum, "all")[0] == sum(
         p.numel() for p in engine.module.parameters()
@@ -471,6 +471,25 @@ def test_a_disk_that_fails(folder, background, world_size):
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     assert sorted(p.name for p in folder.iterdir()) == ["global_step1", "global_step3", "latest"]
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_fault_that_is_no_disks(folder, monkeypatch, world_size):
+    """The other ranks learn of it, too, and do not wait."""
+    engine = build("wide", stage=2)
+    train(engine, "wide", 1)
+    if engine.rank == engine.world_size - 1:
+
+        def fail(*args, **kwargs):
+            raise RuntimeError("no such luck")
+
+        monkeypatch.setattr("zerocore._save._write_file", fail)
+    with pytest.raises(IoError, match=f"rank {engine.world_size - 1} could not .*RuntimeError: no such luck"):
+        engine.save_checkpoint(folder)
+    monkeypatch.undo()
+    engine.save_checkpoint(folder)
+    assert (folder / "latest").read_text() == "global_step1\n"
     engine.close()
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import zerocore
 from torch.optim import lr_scheduler
-from zerocore._engine_state import marked, unmarked
 from zerocore._load import Checkpoint
+from zerocore._values import marked, unmarked
 from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, ConfigError, IoError, UnsupportedError
 

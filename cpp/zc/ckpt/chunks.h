@@ -17,8 +17,9 @@ inline constexpr const char* kArea = "ckpt";
 // A hash of bytes. Given from outside, so that the core links no hash library. Called from several threads at once.
 using HashFn = std::uint64_t (*)(const void* data, std::size_t bytes);
 
-// As many threads as keep a fast disk busy while some of them hash and copy: each has one chunk at a time.
-inline constexpr int kDefaultThreads = 8;
+// As many threads as keep a fast disk busy while some of them hash, copy or wait for a core: each has one chunk at a
+// time.
+inline constexpr int kDefaultThreads = 16;
 
 struct Options {
   HashFn hash = nullptr;
