@@ -1,10 +1,10 @@
 """Whole training steps of one GPT under zerocore, DDP, FSDP2 and, where it is installed, DeepSpeed.
 
-    python bench/python/bench_step.py [--ranks 2] [--hidden 384 ...] [--json FILE]
+    python bench/python/bench_step.py [--size default|base|short|tiny] [--ranks 2] [--hidden 384 ...] [--json FILE]
 
 One job holds all engines. They run in short blocks, shuffled anew in each round, so that whatever else the machine does
 hits all alike; "ratio" is the median over the rounds of an engine's time by that of bare torch in the same round, with
-the lowest and highest. Bare torch is the same ranks side by side without communication. All engines see the same data,
+the lowest and highest. Bare torch is the same ranks side by side, with a barrier a step. All engines see the same data
 and their losses at the end must agree, else the exit code is 1. Memory, libraries included, comes from a job of its own
 for each engine.
 """
@@ -35,6 +35,12 @@ from rich.table import Table
 
 WARMUP_STEPS = 2
 MEMORY_STEPS = 20  # the C library's heap takes about ten to grow as large as it gets
+SIZES = {  # short: the weights of base, and few tokens: what an engine adds shows
+    "default": {"layers": 6, "hidden": 256, "heads": 4, "seq": 128, "micro_batch": 4, "vocab": 8192, "steps": 4},
+    "base": {"layers": 12, "hidden": 384, "heads": 6, "seq": 256, "micro_batch": 4, "vocab": 8192, "steps": 1},
+    "short": {"layers": 12, "hidden": 384, "heads": 6, "seq": 32, "micro_batch": 1, "vocab": 8192, "steps": 4},
+    "tiny": {"layers": 2, "hidden": 64, "heads": 2, "seq": 32, "micro_batch": 2, "vocab": 256, "steps": 40},
+}
 LOSS_TOLERANCE = 1e-3  # relative; engines sum in different orders
 TIMEOUT_S = 3600
 
@@ -164,20 +170,11 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
 def main() -> int:
     """Launches the jobs, and reports; or is one of their ranks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sizes = {
-        "ranks": 2,
-        "threads": 1,
-        "layers": 6,
-        "hidden": 256,
-        "heads": 4,
-        "seq": 128,
-        "micro_batch": 4,
-        "vocab": 8192,
-        "steps": 4,
-        "blocks": 7,
-    }
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--size", choices=SIZES, default="default", help="a model and its batch")
+    for name, value in SIZES["default"].items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"instead of the size's ({value} in default)")
+    for name, value in {"ranks": 2, "threads": 1, "blocks": 7}.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     known = list(peers.engines())
     parser.add_argument("--engines", nargs="+", choices=known, default=known, metavar="NAME", help=f"some of: {known}")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -185,6 +182,9 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name, value in SIZES[args.size].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     torch.set_num_threads(args.threads)
     if args.worker:
         measure_memory(args) if args.memory_of else measure_times(args)
@@ -196,7 +196,10 @@ def main() -> int:
         print("DeepSpeed is not installed: left out.", flush=True)
     flags = [
         "--worker",
-        *(f"--{name.replace('_', '-')}={getattr(args, name)}" for name in sizes),
+        *(
+            f"--{name.replace('_', '-')}={getattr(args, name)}"
+            for name in (*SIZES["default"], "ranks", "threads", "blocks")
+        ),
         "--engines",
         *args.engines,
     ]

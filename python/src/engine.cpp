@@ -86,10 +86,14 @@ void bind_checkpoint(py::class_<StepEngine>& engine) {
           NoGil());
 }
 
-// The gatherer's calls, with its plans as (units to release, units to gather).
+// The gatherer's calls, with its plans as (units to release, units to gather); None: nothing to do.
 void bind_gatherer(py::class_<StepEngine>& engine) {
   using Gatherer = zc::zero::ParamGatherer;
-  const auto lists = [](Gatherer::Plan plan) { return std::pair(std::move(plan.release), std::move(plan.gather)); };
+  using Lists = std::optional<std::pair<std::vector<int>, std::vector<int>>>;
+  const auto lists = [](Gatherer::Plan plan) -> Lists {
+    if (plan.release.empty() && plan.gather.empty()) return std::nullopt;
+    return std::pair(std::move(plan.release), std::move(plan.gather));
+  };
   engine
       .def("unit_buckets",
            [](StepEngine& self, int unit) {
@@ -108,7 +112,11 @@ void bind_gatherer(py::class_<StepEngine>& engine) {
       .def("end_backward", [lists](StepEngine& self) { return lists(self.gatherer().end_backward()); })
       .def(
           "start_gather",
-          [](StepEngine& self, int bucket, zc::BufferView full) { self.gatherer().start(bucket, full); }, NoGil())
+          [](StepEngine& self, int bucket, std::uintptr_t address) {
+            const auto& layout = self.layout().buckets()[static_cast<std::size_t>(bucket)];
+            self.gatherer().start(bucket, {reinterpret_cast<void*>(address), layout.numel, layout.compute_dtype, {}});
+          },
+          NoGil())
       .def(
           "wait_unit", [](StepEngine& self, int unit) { self.gatherer().wait(unit); }, NoGil())
       .def("end_gathers_of_micro_step", [](StepEngine& self) { self.gatherer().end_micro_step(); })

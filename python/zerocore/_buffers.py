@@ -55,6 +55,7 @@ class RunningStatistics:
         self._model = model
         self._comm = comm
         self._ordered = ordered
+        self._all = list(model.modules())
         self._modules: list[_NormBase] = []
         for name, module in model.named_modules():
             if ordered and isinstance(module, torch.nn.SyncBatchNorm):
@@ -95,7 +96,8 @@ class RunningStatistics:
     def rank0_buffers(self) -> list[torch.Tensor]:
         """The buffers of the model that the ranks take over from rank 0 at each step."""
         replayed = {id(buffer) for buffer in self._replayed()} if self._ordered else set()
-        return [buffer for buffer in self._model.buffers() if id(buffer) not in replayed]
+        buffers = {id(buffer): buffer for module in self._all for buffer in module._buffers.values()}
+        return [buffer for key, buffer in buffers.items() if buffer is not None and key not in replayed]
 
     def close(self) -> None:
         for hook in self._hooks:

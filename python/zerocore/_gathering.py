@@ -46,11 +46,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _not_compiled(function: _Function) -> _Function:
-    """torch.compiler.disable, without importing the compiler (1.3 s) for who does not use it."""
+    """torch.compiler.disable, without importing the compiler (1.3 s) for who does not use it.
+
+    Nor are its 5 us a call paid where nothing is being compiled: there is a callback while code runs that torch has
+    compiled, and while it is traced `is_dynamo_compiling` holds.
+    """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not torch.compiler.is_dynamo_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
             return function(*args)
         disabled = getattr(function, "_zc_disabled", None)
         if disabled is None:
@@ -226,7 +232,9 @@ class UnitGatherer(_released.NotPickled):
             return None
         return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
 
-    def _carry_out(self, plan: tuple[list[int], list[int]]) -> None:
+    def _carry_out(self, plan: tuple[list[int], list[int]] | None) -> None:
+        if plan is None:
+            return
         released, gathered = plan
         for unit in released:
             self._empty(unit)
@@ -236,7 +244,7 @@ class UnitGatherer(_released.NotPickled):
     def _start(self, unit: int) -> None:
         for bucket, flat in self._units[unit].flats.items():
             flat.untyped_storage().resize_(self._room_for(flat.numel() * flat.element_size()))
-            self._core.start_gather(bucket, _tensor.view(flat))
+            self._core.start_gather(bucket, flat.data_ptr())
 
     def _room_for(self, num_bytes: int) -> int:
         """How large to make a storage of so many bytes.
@@ -350,7 +358,8 @@ class UnitGatherer(_released.NotPickled):
     @_not_compiled
     def _need(self, unit: int) -> None:
         self._carry_out(self._core.need_unit(unit))
-        self._bring(unit)
+        if not self._units[unit].whole:
+            self._bring(unit)
 
     @_not_compiled
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:

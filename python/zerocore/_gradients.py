@@ -51,6 +51,11 @@ class Gradients:
         ]
 
     def _hook(self, index: int) -> Any:
+        own = self._params[index]
+        dtype, numel, stride = own.dtype, own.numel(), own.stride()
+        core_dtype = _tensor.DTYPES[dtype]
+        ready, held = self._core.ready, self._held
+
         def on_gradient(param: torch.Tensor) -> None:
             if self._scaled and not self._in_backward:
                 raise ConfigError(
@@ -63,17 +68,15 @@ class Gradients:
             self._arrived = True
             grad = param.grad
             assert grad is not None
-            matched = _tensor.matching(grad, param)
-            if matched is not grad:
-                param.grad = matched
-            self._held[index] = (matched, matched._version)
-            launched = self._core.ready(
-                index, matched.data_ptr(), matched.numel(), _tensor.DTYPES[matched.dtype], self._in_backward
-            )
-            for bucket in launched:
+            if grad.dtype is not dtype or grad.layout is not torch.strided or grad.stride() != stride:
+                matched = _tensor.matching(grad, param)
+                if matched is not grad:
+                    param.grad = grad = matched
+            held[index] = (grad, grad._version)
+            for bucket in ready(index, grad.data_ptr(), numel, core_dtype, self._in_backward):
                 for taken in self._in_bucket[bucket]:
                     self._params[taken].grad = None
-                    self._held.pop(taken, None)
+                    held.pop(taken, None)
 
         return on_gradient
 

@@ -7,6 +7,9 @@ import torch
 from zerocore import _core, _tensor
 from zerocore.errors import UnsupportedError
 
+_SMALL_BYTES = 1 << 16
+_AT_ONCE = 64  # tensors in one message
+
 
 def share_other_state(
     model: torch.nn.Module, held: list[torch.nn.Parameter], comm: _core.Communicator, dtypes: list[torch.dtype]
@@ -39,18 +42,30 @@ def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype
 
 
 def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int = 0) -> None:
-    """Replaces the values of `tensors` by those of rank `root`. Collective."""
+    """Replaces the values of `tensors` by those of rank `root`; small ones of one dtype travel together. Collective."""
     if comm.size == 1:
         return
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        dense = tensor.detach().contiguous()
-        comm.broadcast(_tensor.bytes_view(dense), root, label).wait()
-        if dense.data_ptr() == tensor.data_ptr():
+        if tensor.nbytes > _SMALL_BYTES:
+            _broadcast([tensor], comm, label, root)
+        elif tensor.numel() > 0:
+            small.setdefault(tensor.dtype, []).append(tensor)
+    for alike in small.values():
+        for first in range(0, len(alike), _AT_ONCE):
+            _broadcast(alike[first : first + _AT_ONCE], comm, label, root)
+
+
+def _broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int) -> None:
+    dense = [tensor.detach().contiguous() for tensor in tensors]
+    message = dense[0] if len(dense) == 1 else torch.cat([each.view(-1) for each in dense])
+    comm.broadcast(_tensor.bytes_view(message), root, label).wait()
+    parts = torch.split(message.view(-1), [each.numel() for each in dense])
+    for tensor, values in zip(tensors, parts, strict=True):
+        if values.data_ptr() == tensor.data_ptr():
             continue
         try:
-            tensor.detach().copy_(dense)
+            tensor.data.copy_(values.view(tensor.shape))  # not counted as a change, nor is what the core writes
         except RuntimeError as error:
             raise UnsupportedError(
                 f"[engine] {label}: got one of shape {tuple(tensor.shape)} and strides {tensor.stride()} that cannot "
