@@ -351,28 +351,32 @@ class Engine(WholeModel, Saving):
         return _core.exact_mean(self._mean_comm, float(value), self._had_micro_batch)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes this rank holds, by name.
+        """Bytes this rank holds at this moment, by name.
 
-        parameters, gradient_accumulator, master_weights, optimizer_state: the model states. pool: receive buffers and,
-        from the backward's first reduction to the micro-step's end, gradient buckets, at most. gathered_parameters: at
-        this moment. frozen_parameters, buffers: what is not trained. checkpoint_snapshot: kept by
-        checkpoint.async_save.
+        parameters, gradient_accumulator, master_weights, optimizer_state: the model states. gradient_buckets: what
+        gradients are collected in on their way, at most two of the largest bucket, from the first backward on.
+        gathered_parameters: stage 3's, and those in a dtype of computation of their own. messages: what ranks receive
+        in. frozen_parameters, buffers: what is not trained. checkpoint_snapshot: kept by checkpoint.async_save.
         """
         report = self._params.memory_report()
         held = {id(p) for p in self._params.params}
         others = sum(p.numel() * p.element_size() for p in self.module.parameters() if id(p) not in held)
         return report | {
+            "messages": sum(comm.staging_bytes() for comm in self._comms()),
             "frozen_parameters": report.get("frozen_parameters", 0) + others,
             "buffers": sum(b.numel() * b.element_size() for b in self.module.buffers()),
             "checkpoint_snapshot": self._checkpoints.snapshot_bytes(),
         }
 
+    def _comms(self) -> list[_core.Communicator]:
+        """All communicators that training uses."""
+        comms = (self.comm, self._params.core.gather_comm, self._mean_comm, self._join_comm)
+        return list({id(comm): comm for comm in comms if comm is not None}.values())
+
     def comm_report(self) -> dict[str, dict[str, int]]:
         """Calls and payload elements handed to each kind of collective since the engine was built."""
-        report = {op: {**count} for op, count in self.comm.counters().items()}
-        for comm in {id(comm): comm for comm in (self._params.core.gather_comm, self._mean_comm)}.values():
-            if comm is self.comm:
-                continue
+        report: dict[str, dict[str, int]] = {}
+        for comm in self._comms():
             for op, count in comm.counters().items():
                 for name, value in count.items():
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value

@@ -348,7 +348,7 @@ void StepEngine::zero_grad() {
 
 std::map<std::string, std::int64_t> StepEngine::memory_report() const {
   std::map<std::string, std::int64_t> report = bytes_;
-  report["pool"] = reducer_->pool_bytes() + comm_->staging_bytes();
+  report["gradient_buckets"] = reducer_->pool_bytes();
   return report;
 }
 

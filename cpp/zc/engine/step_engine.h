@@ -119,7 +119,8 @@ class StepEngine {
   // Drops what was folded since the last step.
   void zero_grad();
 
-  // Bytes held, by name: parameters, gradient_accumulator, master_weights, optimizer_state; pool: at most.
+  // Bytes held, by name: parameters, gradient_accumulator, master_weights, optimizer_state,
+  // gradient_buckets.
   std::map<std::string, std::int64_t> memory_report() const;
 
   // Updates made to each parameter.

@@ -28,19 +28,15 @@ GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Devic
       dtype_(dtype),
       owner_(std::move(owner)),
       peers_may_wait_(peers_may_wait) {
-  std::int64_t largest = 0;
   const auto num_params = static_cast<std::size_t>(layout_.num_params());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const BucketLayout& bucket = layout_.buckets()[b];
     labels_.push_back("reduce " + buckets_[b].label);
     if (!bucket.trainable) continue;
     order_.push_back(static_cast<int>(b));
-    largest = std::max(largest, bucket.numel * size_bytes(dtype_));
+    largest_bytes_ = std::max(largest_bytes_, bucket.numel * size_bytes(dtype_));
   }
-  if (comm_->size() > 1) {
-    pool_.resize(std::min(order_.size(), static_cast<std::size_t>(num_buffers)));
-    pool_bytes_ = largest * static_cast<std::int64_t>(pool_.size());
-  }
+  if (comm_->size() > 1) pool_.resize(std::min(order_.size(), static_cast<std::size_t>(num_buffers)));
   expected_.resize(num_params);
   arrivals_.resize(num_params);
   grads_.resize(num_params);
@@ -109,10 +105,6 @@ std::vector<int> GradReducer::end_micro_step() {
   again.erase(std::unique(again.begin(), again.end()), again.end());
   for (int bucket : again) launch(bucket, true);
   if (recording_) agree_on_record();
-  for (Buffer& buffer : pool_) {
-    buffer.memory.reset();
-    buffer.bytes = 0;
-  }
   recording_ = !late.empty();
   open_ = false;
   return late;
@@ -140,11 +132,7 @@ void GradReducer::launch(int bucket, bool late_only) {
     buffer = &pool_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % pool_.size();
     buffer->work.wait();
-    const std::int64_t bytes = layout.numel * size_bytes(dtype_);
-    if (buffer->bytes < bytes) {
-      *buffer = {};  // frees the old memory first
-      *buffer = {comm_->allocate(bytes), bytes, {}};
-    }
+    if (!buffer->memory) buffer->memory = comm_->allocate(largest_bytes_);
     staging = {buffer->memory.get(), layout.numel, dtype_, device_.id()};
   }
   for (const Placement& placement : layout.placements) {
@@ -174,7 +162,6 @@ void GradReducer::fold_here(const Bucket& bucket, const Placement& placement, Bu
   if (grad.dtype != dtype_) {
     if (rounded_numel_ < grad.numel) {
       rounded_ = device_.allocate(grad.numel * size_bytes(dtype_));
-      pool_bytes_ += (grad.numel - rounded_numel_) * size_bytes(dtype_);
       rounded_numel_ = grad.numel;
     }
     const BufferView rounded{rounded_.get(), grad.numel, dtype_, device_.id()};
@@ -215,6 +202,11 @@ std::vector<int> GradReducer::exchange_usage() {
 
 void GradReducer::wait() {
   for (Buffer& buffer : pool_) buffer.work.wait();
+}
+
+std::int64_t GradReducer::pool_bytes() const {
+  const auto num_filled = std::ranges::count_if(pool_, [](const Buffer& buffer) { return buffer.memory != nullptr; });
+  return num_filled * largest_bytes_ + rounded_numel_ * size_bytes(dtype_);
 }
 
 void GradReducer::reset_used() { std::fill(used_.begin(), used_.end(), 0); }

@@ -35,15 +35,14 @@ class GradReducer {
  public:
   // buckets: of `layout`, with grad_shard set where they are trainable; must outlive the reducer. dtype: what gradients
   // are rounded to on their way. num_buffers: bucket buffers in the pool; one is filled while the others are in flight.
-  // They take memory from the first launch of a micro-step until its end, since a forward needs the most without them.
-  // With one rank there is no pool: gradients are folded from where they lie. owner: keeps the accumulators' memory
-  // alive; every reduction in flight holds it. peers_may_wait: see above.
+  // Each takes the memory of the largest bucket at its first launch, and keeps it. With one rank there is no pool:
+  // gradients are folded from where they lie. owner: keeps the accumulators' memory alive; every reduction in flight
+  // holds it. peers_may_wait: see above.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
               std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
               bool peers_may_wait);
 
-  // At most.
-  std::int64_t pool_bytes() const { return pool_bytes_; }
+  std::int64_t pool_bytes() const;  // held now
 
   // The gradients that this rank may hold while it records. It need not be the same on all ranks.
   void set_hold_bytes(std::int64_t bytes) { hold_bytes_ = bytes; }
@@ -87,16 +86,15 @@ class GradReducer {
   std::vector<std::string> labels_;
 
   struct Buffer {
-    Memory memory{};  // from a launch to the end of the micro-step, or of the work that keeps it
-    std::int64_t bytes = 0;
+    Memory memory{};
     comm::Work work{};
   };
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;
   bool peers_may_wait_;
-  bool was_patient_ = false;  // the next launch has waited as long as it may
-  std::int64_t pool_bytes_ = 0;
-  Memory rounded_;  // one rank: a gradient on its way, when its own dtype is another
+  bool was_patient_ = false;        // the next launch has waited as long as it may
+  std::int64_t largest_bytes_ = 0;  // of a bucket
+  Memory rounded_;                  // one rank: a gradient on its way, when its own dtype is another
   std::int64_t rounded_numel_ = 0;
 
   bool open_ = false;
