@@ -2,6 +2,7 @@
 #include "memory.h"
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"
+#include "zc/base/parallel.h"
 #include "zc/device/kernels.h"
 
 namespace py = pybind11;
@@ -40,6 +41,8 @@ void bind_base(py::module_& m) {
       .def_buffer([](PyMemory& self) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(self.memory.get()), self.bytes);
       });
+  m.def("set_num_threads", &zc::set_num_threads, py::arg("num_threads"),
+        "How many threads loops over memory use from now on, at most one a core that this process may run on.");
   m.def("begin_direct_allocations", &zc::begin_direct_allocations);
   m.def("end_direct_allocations", &zc::end_direct_allocations);
 }

@@ -90,6 +90,7 @@ class Engine(WholeModel, Saving):
         unresolved = as_config(config)
         world = comm if comm is not None else _comm.world(timeout_ms=unresolved.comm.timeout_ms)
         self.config = unresolved.resolve(world.size)
+        _core.set_num_threads(torch.get_num_threads())  # ranks share cores: the core takes as many as torch does
         self.comm = _core.shard_group(world)
         self.module = model
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]

@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
-#include "zc/base/error.h"
+#include "zc/base/parallel.h"
 #include "zc/device/cpu_loops.h"
 #include "zc/device/kernels.h"
 #include "zc/math/norm.h"
@@ -10,20 +12,47 @@
 namespace zc::device {
 namespace {
 
+// What threads take at a time: long enough that taking it costs nothing, short enough to share out a bucket evenly.
+constexpr std::int64_t kGrain = std::int64_t{64} * math::kBlockNumel;
+
 // 16-bit accumulators are converted this many elements, one norm block, at a time: these stay in the first-level cache,
 // and the loops need no instance for each accumulator dtype.
 constexpr std::int64_t kWideNumel = math::kBlockNumel;
 
-std::size_t bytes(DType dtype, std::int64_t numel) { return static_cast<std::size_t>(numel * size_bytes(dtype)); }
+std::byte* at(const BufferView& view, std::int64_t offset) {
+  return view.as<std::byte>() + offset * size_bytes(view.dtype);
+}
 
-std::byte* grad_at(const OptimizerBuffers& buffers, std::int64_t offset) {
-  return static_cast<std::byte*>(buffers.grad) + offset * size_bytes(buffers.grad_dtype);
+// Calls body with lists of pieces that together make up `pieces`, on several threads. A piece is cut only at whole norm
+// blocks from its start.
+template <class Body>
+void parallel_for_pieces(std::span<const Piece> pieces, const Body& body) {
+  std::vector<std::int64_t> begins;  // of each piece among the elements of all
+  std::int64_t numel = 0;
+  for (const Piece& piece : pieces) {
+    begins.push_back(numel);
+    numel += piece.numel;
+  }
+  parallel_for(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<Piece> parts;
+    auto k = static_cast<std::size_t>(std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1);
+    for (; k < pieces.size() && begins[k] < end; ++k) {
+      const auto cut = [&](std::int64_t position) {  // a block goes with its first element
+        const std::int64_t blocks =
+            (std::max<std::int64_t>(position - begins[k], 0) + math::kBlockNumel - 1) / math::kBlockNumel;
+        return std::min(blocks * math::kBlockNumel, pieces[k].numel);
+      };
+      const std::int64_t first = cut(begin), last = cut(end);
+      if (first < last) parts.push_back({pieces[k].offset + first, last - first, pieces[k].slot});
+    }
+    body(parts);
+  });
 }
 
 // The flat buffers as seen from the element at offset.
 OptimizerBuffers buffers_at(const OptimizerBuffers& buffers, std::int64_t offset) {
   OptimizerBuffers at = buffers;
-  at.grad = grad_at(buffers, offset);
+  at.grad = static_cast<const std::byte*>(buffers.grad) + offset * size_bytes(buffers.grad_dtype);
   at.param += offset;
   if (at.state1 != nullptr) at.state1 += offset;
   if (at.state2 != nullptr) at.state2 += offset;
@@ -40,7 +69,6 @@ void update_wide(const Piece& piece, const Scalars& scalars, float factor, const
     const std::int64_t count = std::min(kWideNumel, piece.numel - begin);
     OptimizerBuffers at = buffers_at(buffers, piece.offset + begin);
     cpu::cast(at.grad, at.grad_dtype, wide, DType::kF32, count);
-    std::memset(at.grad, 0, bytes(at.grad_dtype, count));
     at.grad = wide;
     at.grad_dtype = DType::kF32;
     update(scalars, factor, at, count);
@@ -48,17 +76,18 @@ void update_wide(const Piece& piece, const Scalars& scalars, float factor, const
 }
 
 template <class Scalars, class Update>
-void for_each_piece(std::span<const Piece> pieces, const Scalars* scalars, const math::StepScalars& step,
-                    const OptimizerBuffers& buffers, const Update& update) {
-  for (const Piece& piece : pieces) {
-    if (step.skip != 0) {
-      std::memset(grad_at(buffers, piece.offset), 0, bytes(buffers.grad_dtype, piece.numel));
-    } else if (buffers.grad_dtype == DType::kF32) {
-      update(scalars[piece.slot], step.factor, buffers_at(buffers, piece.offset), piece.numel);
-    } else {
-      update_wide(piece, scalars[piece.slot], step.factor, buffers, update);
+void update_pieces(std::span<const Piece> pieces, const Scalars* scalars, const math::StepScalars& step,
+                   const OptimizerBuffers& buffers, const Update& update) {
+  if (step.skip != 0) return;
+  parallel_for_pieces(pieces, [&](const std::vector<Piece>& parts) {
+    for (const Piece& part : parts) {
+      if (buffers.grad_dtype == DType::kF32) {
+        update(scalars[part.slot], step.factor, buffers_at(buffers, part.offset), part.numel);
+      } else {
+        update_wide(part, scalars[part.slot], step.factor, buffers, update);
+      }
     }
-  }
+  });
 }
 
 // out[b] = the square sum of the b-th block of in.
@@ -72,52 +101,84 @@ void square_sum_blocks(BufferView in, double* out) {
   }
 }
 
+// Adds the square sums of a piece's blocks to sum. Returns whether all are finite.
+bool add_square_sums(BufferView piece, math::ExactSum& sum) {
+  constexpr std::int64_t kBlocks = 64;  // at a time
+  double blocks[kBlocks];
+  bool finite = true;
+  for (std::int64_t begin = 0; begin < piece.numel; begin += kBlocks * math::kBlockNumel) {
+    const std::int64_t count = std::min(kBlocks * math::kBlockNumel, piece.numel - begin);
+    square_sum_blocks(piece.slice(begin, count), blocks);
+    for (std::int64_t b = 0; b * math::kBlockNumel < count; ++b) {
+      if (std::isfinite(blocks[b])) {
+        sum.add(blocks[b]);
+      } else {
+        finite = false;
+      }
+    }
+  }
+  return finite;
+}
+
 class CpuKernels final : public Kernels {
  public:
   void zero(BufferView out, Stream) override {
-    if (out.numel > 0) std::memset(out.data, 0, static_cast<std::size_t>(out.bytes()));
+    parallel_for(out.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      std::memset(at(out, begin), 0, static_cast<std::size_t>((end - begin) * size_bytes(out.dtype)));
+    });
   }
 
   void cast(BufferView in, BufferView out, Stream) override {
-    if (in.numel == 0) return;
-    if (in.dtype == out.dtype) {
-      std::memmove(out.data, in.data, static_cast<std::size_t>(in.bytes()));
-    } else {
-      cpu::cast(in.data, in.dtype, out.data, out.dtype, in.numel);
-    }
+    parallel_for(in.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      if (in.dtype == out.dtype) {
+        std::memmove(at(out, begin), at(in, begin), static_cast<std::size_t>((end - begin) * size_bytes(in.dtype)));
+      } else {
+        cpu::cast(at(in, begin), in.dtype, at(out, begin), out.dtype, end - begin);
+      }
+    });
   }
 
   void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream) override {
-    cpu::fold(in.data(), in.size(), dtype, acc.data, acc.dtype, acc.numel);
+    fold_all(in, dtype, acc, false);
+  }
+
+  void fold_first(std::span<const void* const> in, DType dtype, BufferView acc, Stream) override {
+    fold_all(in, dtype, acc, true);
   }
 
   void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
                   Stream) override {
-    constexpr std::int64_t kBlocks = 64;  // at a time
-    double blocks[kBlocks];
-    for (const Piece& piece : pieces) {
-      for (std::int64_t begin = 0; begin < piece.numel; begin += kBlocks * math::kBlockNumel) {
-        const std::int64_t count = std::min(kBlocks * math::kBlockNumel, piece.numel - begin);
-        square_sum_blocks(in.slice(piece.offset + begin, count), blocks);
-        for (std::int64_t b = 0; b * math::kBlockNumel < count; ++b) {
-          if (std::isfinite(blocks[b])) {
-            sum->add(blocks[b]);
-          } else {
-            nonfinite[piece.slot] = 1;
-          }
-        }
+    std::mutex mutex;
+    parallel_for_pieces(pieces, [&](const std::vector<Piece>& parts) {
+      math::ExactSum part_sum;
+      for (const Piece& part : parts) {
+        if (add_square_sums(in.slice(part.offset, part.numel), part_sum)) continue;
+        const std::lock_guard lock(mutex);
+        nonfinite[part.slot] = 1;
       }
-    }
+      const std::lock_guard lock(mutex);
+      sum->add(part_sum);
+    });
   }
 
   void adam(std::span<const Piece> pieces, const math::AdamScalars* scalars, const math::StepScalars* step,
             const OptimizerBuffers& buffers, Stream) override {
-    for_each_piece(pieces, scalars, *step, buffers, cpu::adam);
+    update_pieces(pieces, scalars, *step, buffers, cpu::adam);
   }
 
   void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,
            const OptimizerBuffers& buffers, Stream) override {
-    for_each_piece(pieces, scalars, *step, buffers, cpu::sgd);
+    update_pieces(pieces, scalars, *step, buffers, cpu::sgd);
+  }
+
+ private:
+  static void fold_all(std::span<const void* const> in, DType dtype, BufferView acc, bool first) {
+    parallel_for(acc.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<const void*> sources;
+      for (const void* source : in)
+        sources.push_back(static_cast<const std::byte*>(source) + begin * size_bytes(dtype));
+      cpu::fold(sources.data(), sources.size(), dtype, at(acc, begin), acc.dtype, end - begin, first);
+    });
   }
 };
 

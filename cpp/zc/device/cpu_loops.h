@@ -15,14 +15,15 @@ namespace zc::device::cpu {
 void cast(const void* in, DType in_dtype, void* out, DType out_dtype, std::int64_t numel);
 
 // acc[i] = ((acc[i] + in[0][i]) + in[1][i]) + ..., each sum math::add_element; in: num_in arrays of fp32, fp16 or bf16;
-// acc: any of these.
-void fold(const void* const* in, std::size_t num_in, DType dtype, void* acc, DType acc_dtype, std::int64_t numel);
+// acc: any of these. first: acc counts as +0, whatever it holds.
+void fold(const void* const* in, std::size_t num_in, DType dtype, void* acc, DType acc_dtype, std::int64_t numel,
+          bool first);
 
 // out[b] = math::square_sum_block of the b-th block of in.
 void square_sum_blocks(const float* in, std::int64_t numel, double* out);
 
 // One piece of an optimizer step: the buffers' pointers are at the piece's first element, grad is fp32.
-// Multiplies grad by factor, updates param and the states, writes the model copy, zeroes grad.
+// Multiplies grad by factor, updates param and the states, writes the model copy.
 void adam(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 void sgd(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 

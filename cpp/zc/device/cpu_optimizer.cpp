@@ -1,4 +1,10 @@
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "zc/base/error.h"
 #include "zc/device/cpu_loops.h"
@@ -12,66 +18,109 @@ namespace {
 template <class Model>
 using ModelPointer = std::conditional_t<std::is_void_v<Model>, void*, Model*>;
 
+// The model's copy of a piece this long is written past the cache: it would push out what the next buckets need, and
+// memory would be read only to be overwritten. A shorter one may still be there when it is used.
+constexpr std::int64_t kStreamedNumel = 32768;
+constexpr std::int64_t kBlockNumel = 1024;
+
+// Copies numel elements from the first-level cache to memory, past the cache.
+template <class T>
+ZC_ALWAYS_INLINE void stream(const T* from, T* to, std::int64_t numel) {
+#if defined(__SSE2__)
+  const auto vectors = numel * static_cast<std::int64_t>(sizeof(T)) / 16;
+  for (std::int64_t i = 0; i < vectors; ++i) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_load_si128(reinterpret_cast<const __m128i*>(from) + i));
+  }
+  const std::int64_t done = vectors * 16 / static_cast<std::int64_t>(sizeof(T));
+  std::copy(from + done, from + numel, to + done);
+#else
+  std::copy(from, from + numel, to);
+#endif
+}
+
+ZC_ALWAYS_INLINE void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();  // streamed stores are visible to other threads before what follows
+#endif
+}
+
+// Runs update(i), which updates element i and returns the new parameter, over a piece, and writes the model's copy.
+template <class Model, class Update>
+ZC_ALWAYS_INLINE void update_loop(std::int64_t numel, [[maybe_unused]] ModelPointer<Model> __restrict__ model,
+                                  const Update& update) {
+  if constexpr (std::is_void_v<Model>) {
+    for (std::int64_t i = 0; i < numel; ++i) update(i);
+  } else if (numel < kStreamedNumel || reinterpret_cast<std::uintptr_t>(model) % 16 != 0) {
+    for (std::int64_t i = 0; i < numel; ++i) model[i] = math::from_float<Model>(update(i));
+  } else {
+    alignas(64) Model block[kBlockNumel];
+    for (std::int64_t begin = 0; begin < numel; begin += kBlockNumel) {
+      const std::int64_t count = std::min(kBlockNumel, numel - begin);
+      for (std::int64_t i = 0; i < count; ++i) block[i] = math::from_float<Model>(update(begin + i));
+      stream(block, model + begin, count);
+    }
+    end_stream();
+  }
+}
+
+// Arrays are read and written once an element, by way of copies.
+
 template <class Model>
-ZC_ALWAYS_INLINE void adam_loop(const math::AdamScalars& scalars, float factor, float* __restrict__ grad,
+ZC_ALWAYS_INLINE void adam_loop(const math::AdamScalars& scalars, float factor, const float* __restrict__ grad,
                                 float* __restrict__ param, float* __restrict__ exp_avg, float* __restrict__ exp_avg_sq,
-                                [[maybe_unused]] ModelPointer<Model> __restrict__ model, std::int64_t numel) {
+                                ModelPointer<Model> __restrict__ model, std::int64_t numel) {
   const math::AdamScalars s = scalars;
-  for (std::int64_t i = 0; i < numel; ++i) {
-    float p = param[i], m = exp_avg[i], v = exp_avg_sq[i];  // copies: each array is read and written once
+  update_loop<Model>(numel, model, [=](std::int64_t i) [[gnu::always_inline]] {
+    float p = param[i], m = exp_avg[i], v = exp_avg_sq[i];
     math::adam_element(s, grad[i] * factor, p, m, v);
     param[i] = p;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    if constexpr (!std::is_void_v<Model>) model[i] = math::from_float<Model>(p);
-    grad[i] = 0;
-  }
+    return p;
+  });
 }
 
 template <class Model>
-ZC_ALWAYS_INLINE void sgd_loop(const math::SgdScalars& scalars, float factor, float* __restrict__ grad,
-                               float* __restrict__ param, [[maybe_unused]] ModelPointer<Model> __restrict__ model,
-                               std::int64_t numel) {
+ZC_ALWAYS_INLINE void sgd_loop(const math::SgdScalars& scalars, float factor, const float* __restrict__ grad,
+                               float* __restrict__ param, ModelPointer<Model> __restrict__ model, std::int64_t numel) {
   const math::SgdScalars s = scalars;
-  for (std::int64_t i = 0; i < numel; ++i) {
+  update_loop<Model>(numel, model, [=](std::int64_t i) [[gnu::always_inline]] {
     float p = param[i];
     math::sgd_element(s, grad[i] * factor, p);
     param[i] = p;
-    if constexpr (!std::is_void_v<Model>) model[i] = math::from_float<Model>(p);
-    grad[i] = 0;
-  }
+    return p;
+  });
 }
 
 template <class Model>
-ZC_ALWAYS_INLINE void momentum_loop(const math::SgdScalars& scalars, float factor, float* __restrict__ grad,
+ZC_ALWAYS_INLINE void momentum_loop(const math::SgdScalars& scalars, float factor, const float* __restrict__ grad,
                                     float* __restrict__ param, float* __restrict__ momentum_buffer,
-                                    [[maybe_unused]] ModelPointer<Model> __restrict__ model, std::int64_t numel) {
+                                    ModelPointer<Model> __restrict__ model, std::int64_t numel) {
   const math::SgdScalars s = scalars;
-  for (std::int64_t i = 0; i < numel; ++i) {
+  update_loop<Model>(numel, model, [=](std::int64_t i) [[gnu::always_inline]] {
     float p = param[i], m = momentum_buffer[i];
     math::sgd_momentum_element(s, grad[i] * factor, p, m);
     param[i] = p;
     momentum_buffer[i] = m;
-    if constexpr (!std::is_void_v<Model>) model[i] = math::from_float<Model>(p);
-    grad[i] = 0;
-  }
+    return p;
+  });
 }
 
 // One instance for each model dtype. (target_clones does not reach templates, hence a macro.)
 #define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                            \
   ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at,    \
                                       std::int64_t numel) {                                                          \
-    adam_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param, at.state1, at.state2,                  \
+    adam_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1, at.state2,            \
                      static_cast<ModelPointer<Model>>(at.model), numel);                                             \
   }                                                                                                                  \
   ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,      \
                                      std::int64_t numel) {                                                           \
-    sgd_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param,                                         \
+    sgd_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param,                                   \
                     static_cast<ModelPointer<Model>>(at.model), numel);                                              \
   }                                                                                                                  \
   ZC_TARGET_CLONES void momentum_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, \
                                           std::int64_t numel) {                                                      \
-    momentum_loop<Model>(scalars, factor, static_cast<float*>(at.grad), at.param, at.state1,                         \
+    momentum_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1,                   \
                          static_cast<ModelPointer<Model>>(at.model), numel);                                         \
   }
 

@@ -30,7 +30,7 @@ struct Piece {
 
 // The flat buffers an optimizer works on, all of the same length, addressed by Piece::offset.
 struct OptimizerBuffers {
-  void* grad = nullptr;  // the accumulator, fp32, fp16 or bf16; converted to fp32, then set to +0
+  const void* grad = nullptr;  // the accumulator, fp32, fp16 or bf16, whose elements are converted to fp32
   DType grad_dtype = DType::kF32;
   float* param = nullptr;   // fp32 parameter or fp32 master
   float* state1 = nullptr;  // Adam: exp_avg; SGD: momentum buffer (slots without momentum leave it), or null
@@ -52,6 +52,9 @@ class Kernels {
   // acc's dtype (math::add_element). in: `in.size()` arrays of acc.numel elements of dtype. Both: fp32, fp16 or bf16.
   virtual void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
 
+  // The same, of one source at least, into an accumulator that counts as +0 whatever it holds: nobody has to zero it.
+  virtual void fold_first(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
+
   // Adds the squares of in[piece] to *sum, exactly and free of order over blocks: a block is up to 1024 consecutive
   // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
   // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves
@@ -60,8 +63,8 @@ class Kernels {
   virtual void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
                           Stream stream) = 0;
 
-  // One pass: unscale and clip (step->factor), update, cast to the model dtype, zero the accumulator.
-  // scalars: one a slot. With step->skip only the accumulator is zeroed.
+  // One pass: unscale and clip (step->factor), update, cast to the model dtype. scalars: one a slot. With step->skip
+  // nothing is done.
   virtual void adam(std::span<const Piece> pieces, const math::AdamScalars* scalars, const math::StepScalars* step,
                     const OptimizerBuffers& buffers, Stream stream) = 0;
   virtual void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,

@@ -169,6 +169,14 @@ BufferView StepEngine::state(int param, StateKind kind) const {
   return {};
 }
 
+// The same, of gradients what they count as, once everything launched is in them.
+BufferView StepEngine::settled_state(int param, StateKind kind) {
+  const BufferView held = state(param, kind);
+  reducer_->wait();
+  if (kind == StateKind::kGrad) reducer_->settle(layout_.location(param).bucket);
+  return held;
+}
+
 // The elements of a parameter whose state `rank` owns. Of gradients that is its shard in every stage.
 StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) const {
   const zero::ShardLayout::Location at = layout_.location(param);
@@ -181,18 +189,16 @@ StepEngine::Range StepEngine::range_of(int param, int rank, StateKind kind) cons
 }
 
 void StepEngine::read_owned_state(int param, StateKind kind, BufferView out) {
-  const BufferView held = state(param, kind);
+  const BufferView held = settled_state(param, kind);
   const Range range = owned_range(param, kind);
   const auto [at, bucket] = place(param);
-  reducer_->wait();
   copy_overlap(held, bucket.owned_offset, out, at.offset + range.begin);
 }
 
 void StepEngine::write_owned_state(int param, StateKind kind, BufferView values) {
-  const BufferView held = state(param, kind);
+  const BufferView held = settled_state(param, kind);
   const Range range = owned_range(param, kind);
   const auto [at, bucket] = place(param);
-  reducer_->wait();
   copy_overlap(values, at.offset + range.begin, held, bucket.owned_offset);
   if (kind != StateKind::kMaster) return;
   copy_overlap(values, at.offset + range.begin, bucket.params, bucket.kept_offset);
@@ -203,8 +209,7 @@ void StepEngine::write_owned_state(int param, StateKind kind, BufferView values)
 void StepEngine::read_state(int param, StateKind kind, BufferView out) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   const auto [at, bucket] = place(param);
-  const BufferView held = state(param, kind);
-  reducer_->wait();
+  const BufferView held = settled_state(param, kind);
   copy_overlap(held, bucket.owned_offset, out, at.offset);
   if (!policy_.shard_optimizer && kind != StateKind::kGrad) return;  // every rank has all of it
   const std::string label = "read state of " + spec.name;
@@ -221,8 +226,7 @@ void StepEngine::write_state(int param, StateKind kind, BufferView values) {
   if (kind == StateKind::kMaster) return load_param(param, values);
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   const auto [at, bucket] = place(param);
-  const BufferView held = state(param, kind);
-  reducer_->wait();
+  const BufferView held = settled_state(param, kind);
   comm_->broadcast(values, 0, "write state of " + spec.name).wait();
   const bool shard_only = kind == StateKind::kGrad;  // another rank's part of it is not this rank's to hold
   copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : held,
@@ -302,7 +306,7 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
     }
   }
   for (comm::Work& work : gathers_) work.wait();
-  reducer_->reset_used();
+  reducer_->reset();
   return result;
 }
 
@@ -310,7 +314,9 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
 StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop) {
   math::ExactSum sum;
   std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
-  for (const zero::Bucket& bucket : buckets_) {
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    if (!reducer_->folded(static_cast<int>(b))) continue;
+    const zero::Bucket& bucket = buckets_[b];
     device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
@@ -342,8 +348,7 @@ std::vector<int> StepEngine::nonfinite_params() {
 
 void StepEngine::zero_grad() {
   reducer_->wait();
-  for (const zero::Bucket& bucket : buckets_) device_.kernels().zero(bucket.grads, {});
-  reducer_->reset_used();
+  reducer_->reset();
 }
 
 std::map<std::string, std::int64_t> StepEngine::memory_report() const {

@@ -135,6 +135,7 @@ class StepEngine {
   void allocate_params(int index);
   void allocate_states(int index);
   BufferView state(int param, StateKind kind) const;
+  BufferView settled_state(int param, StateKind kind);
   Range range_of(int param, int rank, StateKind kind) const;
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
   void copy_overlap(BufferView in, std::int64_t in_offset, BufferView out, std::int64_t out_offset);

@@ -43,6 +43,7 @@ GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Devic
   late_.resize(num_params);
   missing_.resize(buckets_.size());
   launched_.resize(buckets_.size());
+  folded_.resize(buckets_.size());
   last_arrival_.resize(buckets_.size());
   used_here_.resize(num_params);
   used_.resize(num_params);
@@ -126,6 +127,7 @@ void GradReducer::launch(int bucket, bool late_only) {
   const auto b = static_cast<std::size_t>(bucket);
   const BucketLayout& layout = layout_.buckets()[b];
   const bool alone = pool_.empty();
+  const bool first = folded_[b] == 0;
   Buffer* buffer = nullptr;
   BufferView staging;
   if (!alone) {
@@ -140,7 +142,12 @@ void GradReducer::launch(int bucket, bool late_only) {
     const bool take =
         grad.data != nullptr && has_micro_batch_ && (!late_only || late_[static_cast<std::size_t>(placement.param)]);
     if (alone) {
-      if (take) fold_here(buckets_[b], placement, grad);
+      const BufferView acc = buckets_[b].grad_shard.slice(placement.offset, placement.numel);
+      if (take) {
+        fold_here(acc, grad, first);
+      } else if (first) {
+        device_.kernels().zero(acc, {});
+      }
     } else if (take) {
       device_.kernels().cast(grad, staging.slice(placement.offset, placement.numel), {});
     } else {
@@ -150,15 +157,17 @@ void GradReducer::launch(int bucket, bool late_only) {
     grad = {};
   }
   if (!alone) {
+    settle(bucket);  // the collective adds
     buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b]);
     buffer->work.keep(std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_));
   }
   launched_[b] = 1;
+  folded_[b] = 1;
   just_launched_.push_back(bucket);
 }
 
-// With one rank: folds a gradient into the accumulator, rounded as if it had travelled.
-void GradReducer::fold_here(const Bucket& bucket, const Placement& placement, BufferView grad) {
+// With one rank: folds a gradient into its part of the accumulator, rounded as if it had travelled.
+void GradReducer::fold_here(BufferView acc, BufferView grad, bool first) {
   if (grad.dtype != dtype_) {
     if (rounded_numel_ < grad.numel) {
       rounded_ = device_.allocate(grad.numel * size_bytes(dtype_));
@@ -169,7 +178,11 @@ void GradReducer::fold_here(const Bucket& bucket, const Placement& placement, Bu
     grad = rounded;
   }
   const void* source[] = {grad.data};
-  device_.kernels().fold(source, dtype_, bucket.grad_shard.slice(placement.offset, placement.numel), {});
+  if (first) {
+    device_.kernels().fold_first(source, dtype_, acc, {});
+  } else {
+    device_.kernels().fold(source, dtype_, acc, {});
+  }
 }
 
 void GradReducer::agree_on_record() {
@@ -209,6 +222,15 @@ std::int64_t GradReducer::pool_bytes() const {
   return num_filled * largest_bytes_ + rounded_numel_ * size_bytes(dtype_);
 }
 
-void GradReducer::reset_used() { std::fill(used_.begin(), used_.end(), 0); }
+void GradReducer::reset() {
+  std::fill(used_.begin(), used_.end(), 0);
+  std::fill(folded_.begin(), folded_.end(), 0);
+}
+
+void GradReducer::settle(int bucket) {
+  const auto b = static_cast<std::size_t>(bucket);
+  if (folded_[b] == 0) device_.kernels().zero(buckets_[b].grad_shard, {});
+  folded_[b] = 1;
+}
 
 }  // namespace zc::zero

@@ -68,12 +68,21 @@ class GradReducer {
 
   // used[param] is 1 when any rank with a micro-batch has used it since the last reset.
   std::span<const std::uint8_t> used() const { return used_; }
-  void reset_used();
+
+  // Begins a new sum: no parameter is used, and accumulators count as +0 whatever they hold. The first reduction of a
+  // bucket writes over what is there, so nobody makes a pass over memory to zero it.
+  void reset();
+
+  // Whether something was folded into a bucket's accumulator since the last reset: else it holds nothing.
+  bool folded(int bucket) const { return folded_[static_cast<std::size_t>(bucket)] != 0; }
+
+  // Makes a bucket's accumulator hold what it counts as, for those who read it or write to a part of it. After wait().
+  void settle(int bucket);
 
  private:
   bool may_launch_next();
   void launch(int bucket, bool late_only);
-  void fold_here(const Bucket& bucket, const Placement& placement, BufferView grad);
+  void fold_here(BufferView acc, BufferView grad, bool first);
   void agree_on_record();
   std::vector<int> exchange_usage();
 
@@ -109,6 +118,7 @@ class GradReducer {
   std::int64_t held_bytes_ = 0;
   std::vector<int> missing_;  // parameters a bucket still waits for
   std::vector<std::uint8_t> launched_;
+  std::vector<std::uint8_t> folded_;  // since the last reset, a bucket
   std::size_t next_in_order_ = 0;
   std::int64_t clock_ = 0;
   std::vector<std::int64_t> last_arrival_;  // of a bucket, on clock_

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 #include "device/guarded.h"
@@ -61,6 +62,42 @@ TEST(CpuFold, BF16IntoF16) { check_folds<BF16, F16>(); }
 TEST(CpuFold, F32IntoBF16) { check_folds<float, BF16>(); }
 TEST(CpuFold, F16IntoBF16) { check_folds<F16, BF16>(); }
 TEST(CpuFold, BF16IntoBF16) { check_folds<BF16, BF16>(); }
+
+// A first fold is one into +0, whatever the accumulator holds.
+template <class T, class Acc>
+void check_fold_first(std::size_t numel, std::size_t num_sources) {
+  std::vector<Guarded<T>> sources;
+  std::vector<const void*> in;
+  for (std::size_t k = 0; k < num_sources; ++k) {
+    std::vector<float> values(numel);
+    fill_random(values.data(), numel, static_cast<unsigned>(k));
+    sources.emplace_back(numel);
+    for (std::size_t i = 0; i < numel; ++i) sources.back()[i] = math::from_float<T>(i % 7 == 0 ? -0.0f : values[i]);
+  }
+  for (Guarded<T>& source : sources) in.push_back(source.data());
+  Guarded<Acc> acc(numel), zeroed(numel);
+  const float left_over[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity(), 3};
+  for (std::size_t i = 0; i < numel; ++i) acc[i] = math::from_float<Acc>(left_over[i % 3]);
+  cpu_kernels().fold_first(in, kDType<T>, acc.view(kDType<Acc>), {});
+  cpu_kernels().fold(in, kDType<T>, zeroed.view(kDType<Acc>), {});
+  expect_same_bits(acc.values(), zeroed.values(), "acc");
+  EXPECT_TRUE(acc.intact());
+}
+
+template <class T, class Acc>
+void check_folds_first() {
+  for (std::size_t numel : sizes()) {
+    for (std::size_t num_sources : {1u, 2u, 3u, 4u, 5u}) check_fold_first<T, Acc>(numel, num_sources);
+  }
+}
+
+TEST(CpuFold, AFirstFoldWritesOverWhatIsThere) {
+  check_folds_first<float, float>();
+  check_folds_first<F16, float>();
+  check_folds_first<BF16, float>();
+  check_folds_first<float, F16>();
+  check_folds_first<BF16, BF16>();
+}
 
 TEST(CpuFold, A16BitAccumulatorRoundsAfterEachSource) {
   const float half_place = 0x1p-8f;  // of 1 in bf16

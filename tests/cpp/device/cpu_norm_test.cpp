@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "device/guarded.h"
+#include "zc/base/parallel.h"
 #include "zc/math/cast.h"
 #include "zc/math/norm.h"
 
@@ -80,6 +81,21 @@ void check_converted() {
 
 TEST(CpuSquareSum, F16IsTakenAsFp32) { check_converted<F16>(); }
 TEST(CpuSquareSum, BF16IsTakenAsFp32) { check_converted<BF16>(); }
+
+TEST(CpuSquareSum, ThreadsDoNotMatter) {
+  std::vector<float> in(300'000);
+  fill_random(in.data(), in.size(), 1);
+  in[150'000] = std::numeric_limits<float>::infinity();
+  const std::vector<Piece> pieces{{0, 64, 0}, {64, 1, 1}, {1024, 200'001, 2}, {202'752, 97'000, 3}};
+  std::vector<std::uint8_t> alone(4, 0), several(4, 0);
+  const math::ExactSum expected = square_sum(view(in), pieces, alone);
+  set_num_threads(2);
+  const math::ExactSum sum = square_sum(view(in), pieces, several);
+  set_num_threads(1);
+  EXPECT_EQ(sum.limbs(), expected.limbs());
+  EXPECT_EQ(several, (std::vector<std::uint8_t>{0, 0, 1, 0}));
+  EXPECT_EQ(alone, several);
+}
 
 TEST(CpuSquareSum, AddsToTheSum) {
   std::vector<float> in(16, 2.0f);

@@ -86,6 +86,23 @@ TEST(StateTest, StateReadsTheSameInEveryStageOnAnyNumberOfRanks) {
   for (float v : of(StateKind::kState2, 1)) ASSERT_GE(v, 0.0f);
 }
 
+TEST(StateTest, AfterAStepGradientsAreZeroAlsoBesideOneThatIsWritten) {
+  with_engines([&](StepEngine& engine, const Setting& s, int) {
+    const auto expect = [&](float first, float others) {
+      for (int p = 0; p < kNumParams; ++p) {
+        const std::vector<float> want(static_cast<std::size_t>(kNumels[p]), p == 1 ? first : others);
+        EXPECT_EQ(read(engine, p, StateKind::kGrad), want) << p;
+      }
+    };
+    engine.step(std::vector<optim::Hyper>{s.hyper}, s.micro_batches, s.max_norm, 0);
+    expect(0, 0);
+    engine.zero_grad();
+    std::vector<float> written(static_cast<std::size_t>(kNumels[1]), 2.0f);
+    engine.write_state(1, StateKind::kGrad, {written.data(), kNumels[1], DType::kF32, {}});
+    expect(2, 0);
+  });
+}
+
 TEST(StateTest, OwnedPartsMakeUpTheState) {
   with_engines([&](StepEngine& engine, const Setting& s, int) {
     for (StateKind kind : kKinds) {

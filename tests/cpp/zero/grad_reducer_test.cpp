@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <future>
 #include <memory>
 
@@ -180,9 +182,40 @@ TEST(GradReducerTest, RanksThatUseOtherParametersNeverHangAndUsageIsAgreed) {
       EXPECT_EQ(f.sum(1), 6);
       EXPECT_EQ(f.sum(2), 0);
     }
-    f.reducer->reset_used();
+    f.reducer->reset();
     EXPECT_EQ(f.reducer->used()[0], 0);
   });
+}
+
+TEST(GradReducerTest, AfterAResetAccumulatorsCountAsZeroWhateverTheyHold) {
+  for (int num_ranks : {1, 2}) {
+    test::run_ranks(num_ranks, [](Ranks comm) {
+      Fixture f(comm);
+      for (int step = 0; step < 2; ++step) {
+        for (const Bucket& bucket : f.buckets) {
+          std::fill_n(bucket.grad_shard.as<float>(), bucket.grad_shard.numel, std::nanf(""));
+        }
+        EXPECT_FALSE(f.reducer->folded(0));
+        for (int k = 0; k < 2; ++k) {
+          f.reducer->begin_micro_step(true);
+          f.ready(0, 2);
+          f.ready(1, 3);
+          f.reducer->end_micro_step();
+        }
+        EXPECT_TRUE(f.reducer->folded(0));
+        if (f.rank == 0) {
+          EXPECT_EQ(f.sum(0), 4 * comm->size());
+          EXPECT_EQ(f.sum(1), 6 * comm->size());
+          EXPECT_EQ(f.sum(2), 0);  // used by nobody
+        }
+        f.reducer->reset();
+      }
+      for (int bucket : {0, 1, 2}) f.reducer->settle(bucket);
+      if (f.rank == 0) {
+        EXPECT_EQ(f.sum(0), 0);
+      }
+    });
+  }
 }
 
 TEST(GradReducerTest, ALateArrivalIsCarriedByAnExtraRoundAndRecordedAnew) {
