@@ -90,17 +90,6 @@ void update_pieces(std::span<const Piece> pieces, const Scalars* scalars, const 
   });
 }
 
-// out[b] = the square sum of the b-th block of in.
-void square_sum_blocks(BufferView in, double* out) {
-  if (in.dtype == DType::kF32) return cpu::square_sum_blocks(in.as<float>(), in.numel, out);
-  float wide[kWideNumel];
-  for (std::int64_t begin = 0; begin < in.numel; begin += kWideNumel, ++out) {
-    const BufferView block = in.slice(begin, std::min(kWideNumel, in.numel - begin));
-    cpu::cast(block.data, block.dtype, wide, DType::kF32, block.numel);
-    cpu::square_sum_blocks(wide, block.numel, out);
-  }
-}
-
 // Adds the square sums of a piece's blocks to sum. Returns whether all are finite.
 bool add_square_sums(BufferView piece, math::ExactSum& sum) {
   constexpr std::int64_t kBlocks = 64;  // at a time
@@ -108,7 +97,7 @@ bool add_square_sums(BufferView piece, math::ExactSum& sum) {
   bool finite = true;
   for (std::int64_t begin = 0; begin < piece.numel; begin += kBlocks * math::kBlockNumel) {
     const std::int64_t count = std::min(kBlocks * math::kBlockNumel, piece.numel - begin);
-    square_sum_blocks(piece.slice(begin, count), blocks);
+    cpu::square_sum_blocks(at(piece, begin), piece.dtype, count, blocks);
     for (std::int64_t b = 0; b * math::kBlockNumel < count; ++b) {
       if (std::isfinite(blocks[b])) {
         sum.add(blocks[b]);

@@ -19,8 +19,8 @@ void cast(const void* in, DType in_dtype, void* out, DType out_dtype, std::int64
 void fold(const void* const* in, std::size_t num_in, DType dtype, void* acc, DType acc_dtype, std::int64_t numel,
           bool first);
 
-// out[b] = math::square_sum_block of the b-th block of in.
-void square_sum_blocks(const float* in, std::int64_t numel, double* out);
+// out[b] = math::square_sum_block of the b-th block of in: fp32, fp16 or bf16.
+void square_sum_blocks(const void* in, DType dtype, std::int64_t numel, double* out);
 
 // One piece of an optimizer step: the buffers' pointers are at the piece's first element, grad is fp32.
 // Multiplies grad by factor, updates param and the states, writes the model copy.

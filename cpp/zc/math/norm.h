@@ -6,17 +6,19 @@
 
 #include <cstdint>
 
-#include "zc/base/host_device.h"
+#include "zc/base/half.h"
 
 namespace zc::math {
 
 inline constexpr std::int64_t kBlockNumel = 1024;
 inline constexpr int kNormLanes = 16;
 
-// Adds the square of in[l] to lane l, for numel <= kNormLanes elements. Squares of fp32 are exact in fp64.
-ZC_HOST_DEVICE inline void add_squares(const float* in, int numel, double* lanes) {
+// Adds the square of in[l] to lane l, for numel <= kNormLanes elements of fp32, fp16 or bf16. Squares of these are
+// exact in fp64, so a fused multiply-add gives the same bits.
+template <class In>
+ZC_HOST_DEVICE inline void add_squares(const In* in, int numel, double* lanes) {
   for (int lane = 0; lane < numel; ++lane) {
-    const double value = in[lane];
+    const double value = to_float(in[lane]);
     lanes[lane] += value * value;
   }
 }
@@ -31,7 +33,8 @@ ZC_HOST_DEVICE inline double add_lanes(double* lanes) {
 
 // Sum of the squares of in[0, numel), numel <= kBlockNumel, in fp64: lane l adds elements l, l + 16, ... in order, then
 // lanes are added by halves. Finite if and only if all elements are.
-ZC_HOST_DEVICE inline double square_sum_block(const float* in, std::int64_t numel) {
+template <class In>
+ZC_HOST_DEVICE inline double square_sum_block(const In* in, std::int64_t numel) {
   double lanes[kNormLanes] = {};
   std::int64_t i = 0;
   for (; i + kNormLanes <= numel; i += kNormLanes) add_squares(in + i, kNormLanes, lanes);
