@@ -8,7 +8,7 @@ RUN := tools/with-env
 CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof chaos test soak bench bench-step bench-guard bench-checkpoint format lint clean
+.PHONY: help build train proof chaos test soak bench bench-adam bench-step bench-guard bench-checkpoint format lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -45,6 +45,9 @@ bench: environment  ## the C++ benchmarks; results in build/bench/*.json
 
 bench-step: build  ## whole training steps against DDP, FSDP2 and DeepSpeed
 	@$(RUN) python bench/python/bench_step.py $(ARGS)
+
+bench-adam: build  ## one AdamW step against torch's optimizers and DeepSpeedCPUAdam
+	@$(RUN) python bench/python/bench_adam.py $(ARGS)
 
 bench-guard: build  ## what the collective guard costs of a step
 	@$(RUN) python bench/python/bench_guard.py $(ARGS)
