@@ -57,7 +57,7 @@ def held_bytes():
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)  # in processes of their own
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_it_is_what_the_process_holds(stage, dtype):
     """Within 5 %, between steps; beside the libraries, which a small model has warmed up."""
