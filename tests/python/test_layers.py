@@ -25,8 +25,10 @@ def includes(path):
 
 
 def is_standard(name):
-    """C++ and POSIX headers have no folder but a few; those of libraries do, or are named in FOREIGN."""
-    return name[0] == "<" and (re.fullmatch(r"<((sys|arpa|netinet)/)?[a-z0-9_]+(\.h)?>", name) and name not in FOREIGN)
+    """C++ and the system's headers have no folder but a few; those of libraries do, or are named in FOREIGN."""
+    return name[0] == "<" and (
+        re.fullmatch(r"<((sys|arpa|netinet|linux)/)?[a-z0-9_]+(\.h)?>", name) and name not in FOREIGN
+    )
 
 
 FOREIGN = {"<mpi.h>", "<Python.h>"}

@@ -27,26 +27,6 @@ constexpr std::chrono::seconds kGreetingLimit{1};
 constexpr int kConnectSeconds = 5;  // on the loopback interface it takes microseconds
 constexpr int kMaxStrangers = 16;   // connections that have not said hello, of whoever looks at open ports
 
-// The sockets of this process that its forked children close. Lives for ever, as fork handlers do.
-struct ForkRegistry {
-  std::mutex mutex;
-  std::vector<int> fds;
-};
-
-ForkRegistry& fork_registry() {
-  static ForkRegistry& registry = [&]() -> ForkRegistry& {
-    static auto* const made = new ForkRegistry;
-    pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
-                   [] {
-                     for (const int fd : made->fds) close(fd);
-                     made->fds.clear();
-                     made->mutex.unlock();
-                   });
-    return *made;
-  }();
-  return registry;
-}
-
 std::string first_line(const char* path) {
   std::string line;
   std::ifstream file(path);
@@ -73,42 +53,8 @@ sockaddr_in loopback(std::uint16_t port) {
 
 // --- Sockets
 
-// Calls `make` where no fork can come between the making of a descriptor and its entry in the registry.
-template <class Make>
-Liveness::Socket Liveness::Socket::adopt(Make make) {
-  ForkRegistry& registry = fork_registry();
-  std::lock_guard lock(registry.mutex);
-  Socket socket;
-  socket.fd_ = make();
-  if (socket.fd_ >= 0) registry.fds.push_back(socket.fd_);
-  return socket;
-}
-
-Liveness::Socket Liveness::Socket::tcp(int flags) {
-  return adopt([flags] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); });
-}
-
-Liveness::Socket Liveness::Socket::accept(const Socket& listener) {
-  return adopt([&] { return accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC); });
-}
-
-Liveness::Socket Liveness::Socket::event() {
-  return adopt([] { return eventfd(0, EFD_CLOEXEC); });
-}
-
-Liveness::Socket::Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-
-Liveness::Socket& Liveness::Socket::operator=(Socket&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  return *this;
-}
-
-Liveness::Socket::~Socket() {
-  if (fd_ < 0) return;
-  ForkRegistry& registry = fork_registry();
-  std::lock_guard lock(registry.mutex);
-  std::erase(registry.fds, fd_);
-  close(fd_);
+Descriptor Liveness::tcp(int flags) {
+  return Descriptor::adopt([flags] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); });
 }
 
 // --- Start and end
@@ -122,7 +68,7 @@ Liveness::~Liveness() {
   if (!thread_.joinable()) return;
   stop_ = true;
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(wake_.fd(), &one, sizeof one);
+  [[maybe_unused]] const auto written = write(wake_.get(), &one, sizeof one);
   thread_.join();
 }
 
@@ -131,10 +77,10 @@ void Liveness::listen() {
   contact_.token = (std::uint64_t{random()} << 32) | random();
   sockaddr_in address = loopback(0);
   socklen_t length = sizeof address;
-  Socket socket = Socket::tcp(SOCK_NONBLOCK);  // whoever knocked may be gone again at accept()
-  if (!socket || bind(socket.fd(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      ::listen(socket.fd(), size_ + kMaxStrangers) != 0 ||
-      getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+  Descriptor socket = tcp(SOCK_NONBLOCK);  // whoever knocked may be gone again at accept()
+  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::listen(socket.get(), size_ + kMaxStrangers) != 0 ||
+      getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     return;
   }
   contact_.port = ntohs(address.sin_port);
@@ -148,7 +94,7 @@ std::string Liveness::start(std::span<const Contact> all) {
   }
   if (center.port == 0) return "rank 0 cannot listen on the loopback interface";
   token_ = center.token;
-  wake_ = Socket::event();
+  wake_ = Descriptor::adopt([] { return eventfd(0, EFD_CLOEXEC); });
   if (!wake_) return concat("no event descriptor: ", std::strerror(errno));
   if (rank_ != 0) {
     const std::string reason = connect(center.port);
@@ -162,8 +108,8 @@ std::string Liveness::connect(std::uint16_t port) {
   const sockaddr_in address = loopback(port);
   const timeval limit{kConnectSeconds, 0};
   Connection connection;
-  connection.socket = Socket::tcp();
-  const int fd = connection.socket.fd();
+  connection.socket = tcp();
+  const int fd = connection.socket.get();
   if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0 ||
       ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
     return concat("no connection to rank 0 over the loopback interface: ", std::strerror(errno));
@@ -188,10 +134,10 @@ void Liveness::run() {
   pthread_setname_np(pthread_self(), "zc-liveness");
   std::vector<pollfd> polled;
   while (!stop_) {
-    polled.assign(1, {wake_.fd(), POLLIN, 0});
-    if (listener_) polled.push_back({listener_.fd(), POLLIN, 0});
+    polled.assign(1, {wake_.get(), POLLIN, 0});
+    if (listener_) polled.push_back({listener_.get(), POLLIN, 0});
     const std::size_t first = polled.size();
-    for (const Connection& connection : connections_) polled.push_back({connection.socket.fd(), POLLIN, 0});
+    for (const Connection& connection : connections_) polled.push_back({connection.socket.get(), POLLIN, 0});
     if (poll(polled.data(), polled.size(), -1) < 0) continue;  // a signal
 
     std::lock_guard lock(mutex_);
@@ -210,7 +156,7 @@ void Liveness::run() {
 void Liveness::accept_one() {
   const auto strangers = std::ranges::count(connections_, -1, &Connection::rank);
   Connection connection;
-  connection.socket = Socket::accept(listener_);
+  connection.socket = Descriptor::adopt([this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); });
   if (!connection.socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
     listener_ = {};  // it would stay readable; whoever has not come is not watched
   } else if (connection.socket && strangers < kMaxStrangers) {
@@ -221,7 +167,7 @@ void Liveness::accept_one() {
 bool Liveness::read(Connection& connection) {
   auto* const into = reinterpret_cast<char*>(&connection.incoming);
   const auto got =
-      recv(connection.socket.fd(), into + connection.filled, sizeof(Message) - connection.filled, MSG_DONTWAIT);
+      recv(connection.socket.get(), into + connection.filled, sizeof(Message) - connection.filled, MSG_DONTWAIT);
   if (got < 0) return errno == EAGAIN || errno == EINTR;  // else it was reset: data had not been read at its end
   if (got == 0) return false;
   connection.filled += static_cast<std::size_t>(got);
@@ -262,7 +208,7 @@ void Liveness::bury(int rank) {
 void Liveness::send(const Connection& connection, Kind kind, int rank) const noexcept {
   const Message message{token_, kind, rank};
   [[maybe_unused]] const auto sent =
-      ::send(connection.socket.fd(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      ::send(connection.socket.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 }  // namespace zc::comm

@@ -3,10 +3,6 @@
 // Beside the transport, every rank keeps a TCP connection to rank 0, over which nothing travels. The kernel closes it
 // when the process ends, whatever the way; rank 0 tells the others of it. So a death is known within moments, although
 // an MPI library may wait for the dead for ever. A rank that leaves in order says so before its connection ends.
-//
-// Note: forks. A child that a rank forks (a data-loader worker) would keep the connection open after the rank's death.
-// So these sockets are closed in every child, by a handler of pthread_atfork; programs started by a rank do not get
-// them (close-on-exec).
 #pragma once
 
 #include <atomic>
@@ -18,6 +14,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "zc/comm/descriptor.h"
 
 namespace zc::comm {
 
@@ -50,25 +48,6 @@ class Liveness {
   bool is_dead(int rank) const { return dead_[static_cast<std::size_t>(rank)]; }
 
  private:
-  // A file descriptor that forked children do not keep.
-  class Socket {
-   public:
-    Socket() = default;
-    Socket(Socket&& other) noexcept;
-    Socket& operator=(Socket&& other) noexcept;
-    ~Socket();
-    static Socket tcp(int flags = 0);
-    static Socket accept(const Socket& listener);
-    static Socket event();
-    int fd() const { return fd_; }
-    explicit operator bool() const { return fd_ >= 0; }
-
-   private:
-    template <class Make>
-    static Socket adopt(Make make);
-    int fd_ = -1;
-  };
-
   enum class Kind : std::uint32_t { kHello, kGoodbye, kDied };
   struct Message {
     std::uint64_t token;
@@ -76,13 +55,14 @@ class Liveness {
     std::int32_t rank;  // the sender's, or of the dead
   };
   struct Connection {
-    Socket socket;
+    Descriptor socket;
     int rank = -1;  // -1: it has not said hello
     bool left = false;
     Message incoming{};
     std::size_t filled = 0;  // bytes of `incoming`
   };
 
+  static Descriptor tcp(int flags = 0);
   void listen();
   std::string connect(std::uint16_t port);
   void run();
@@ -98,7 +78,7 @@ class Liveness {
   std::uint64_t token_ = 0;
 
   std::mutex mutex_;                     // guards what follows, which only the thread adds to and takes from
-  Socket listener_;                      // until all ranks have said hello
+  Descriptor listener_;                  // until all ranks have said hello
   std::vector<Connection> connections_;  // of rank 0: to each rank; of the others: to rank 0
   int num_greeted_ = 0;                  // rank 0: ranks that have said hello
   std::condition_variable greeted_;      // all of them
@@ -106,7 +86,7 @@ class Liveness {
 
   std::vector<std::atomic<bool>> dead_;
   std::atomic<int> num_dead_{0};
-  Socket wake_;
+  Descriptor wake_;
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

@@ -37,7 +37,9 @@ class ConformanceTest : public testing::TestWithParam<World> {
     if (std::string(GetParam().backend) == "self") {
       body(*make_self_communicator());
     } else {
-      test::run_ranks(GetParam().size, [&](std::shared_ptr<Communicator> comm) { body(*comm); });
+      test::run_ranks(
+          GetParam().size, [&](std::shared_ptr<Communicator> comm) { body(*comm); }, {std::chrono::seconds(20)},
+          GetParam().backend);
     }
   }
 };
@@ -341,7 +343,8 @@ TEST_P(ConformanceTest, AQuietEndIsNoFailure) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, ConformanceTest,
                          testing::Values(World{"self", 1}, World{"local", 1}, World{"local", 2}, World{"local", 3},
-                                         World{"local", 4}),
+                                         World{"local", 4}, World{"shm", 1}, World{"shm", 2}, World{"shm", 3},
+                                         World{"shm", 4}),
                          [](const auto& info) { return info.param.backend + std::to_string(info.param.size); });
 
 }  // namespace

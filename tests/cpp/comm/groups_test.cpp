@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "support/ranks.h"
-#include "zc/comm/local_transport.h"
-#include "zc/comm/transport_communicator.h"
 
 namespace zc::comm {
 namespace {
@@ -70,6 +68,7 @@ class Traffic {
 };
 
 struct Shape {
+  const char* backend;
   int size;
   std::size_t numel;  // of a rank's slice
 };
@@ -77,81 +76,99 @@ struct Shape {
 class TwoGroupsTest : public testing::TestWithParam<Shape> {};
 
 TEST_P(TwoGroupsTest, AreUsedInOppositeOrder) {
-  const auto [size, numel] = GetParam();
-  test::run_ranks(size, [numel = numel](std::shared_ptr<Communicator> comm) {
-    Traffic traffic(*comm, numel);
-    constexpr int kRounds = 4;
-    std::vector<Work> works;
-    for (int i = 0; i < 2 * kRounds; ++i) {
-      const bool first_half = i < kRounds;
-      works.push_back(first_half == (comm->rank() % 2 == 0) ? traffic.gather() : traffic.reduce());
-    }
-    for (const Work& work : works) work.wait();
-    traffic.expect_results(kRounds);
-  });
+  const auto [backend, size, numel] = GetParam();
+  test::run_ranks(
+      size,
+      [numel = numel](std::shared_ptr<Communicator> comm) {
+        Traffic traffic(*comm, numel);
+        constexpr int kRounds = 4;
+        std::vector<Work> works;
+        for (int i = 0; i < 2 * kRounds; ++i) {
+          const bool first_half = i < kRounds;
+          works.push_back(first_half == (comm->rank() % 2 == 0) ? traffic.gather() : traffic.reduce());
+        }
+        for (const Work& work : works) work.wait();
+        traffic.expect_results(kRounds);
+      },
+      {kLong}, backend);
 }
 
 TEST_P(TwoGroupsTest, OneWorksWhileTheOtherWaitsForALateRank) {
-  const auto [size, numel] = GetParam();
-  test::run_ranks(size, [numel = numel](std::shared_ptr<Communicator> comm) {
-    Traffic traffic(*comm, numel);
-    Work gather;
-    if (comm->rank() != 0) gather = traffic.gather();
-    for (int i = 0; i < 3; ++i) traffic.reduce().wait();
-    if (comm->rank() == 0) gather = traffic.gather();
-    gather.wait();
-    traffic.expect_results(3);
-  });
+  const auto [backend, size, numel] = GetParam();
+  test::run_ranks(
+      size,
+      [numel = numel](std::shared_ptr<Communicator> comm) {
+        Traffic traffic(*comm, numel);
+        Work gather;
+        if (comm->rank() != 0) gather = traffic.gather();
+        for (int i = 0; i < 3; ++i) traffic.reduce().wait();
+        if (comm->rank() == 0) gather = traffic.gather();
+        gather.wait();
+        traffic.expect_results(3);
+      },
+      {kLong}, backend);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, TwoGroupsTest,
-                         testing::Values(Shape{2, 1}, Shape{3, 1}, Shape{4, 1}, Shape{2, 5'000'000},  // two pieces
-                                         Shape{3, 500'000}, Shape{4, 500'000}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.size) + "x" + std::to_string(info.param.numel);
-                         });
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (const char* backend : {"local", "shm"}) {
+    for (const int size : {2, 3, 4}) all.push_back({backend, size, 1});
+    all.push_back({backend, 2, 5'000'000});  // two pieces
+    all.push_back({backend, 3, 500'000});
+    all.push_back({backend, 4, 500'000});
+  }
+  return all;
+}
 
-TEST(GroupsTest, AFailureInOneEndsWhatIsPendingInTheOthers) {
+INSTANTIATE_TEST_SUITE_P(Shapes, TwoGroupsTest, testing::ValuesIn(shapes()), [](const auto& info) {
+  return info.param.backend + std::to_string(info.param.size) + "x" + std::to_string(info.param.numel);
+});
+
+class GroupsTest : public testing::TestWithParam<const char*> {};
+
+TEST_P(GroupsTest, AFailureInOneEndsWhatIsPendingInTheOthers) {
   const auto start = Clock::now();
-  test::run_ranks(3,
-                  [](std::shared_ptr<Communicator> comm) {
-                    const auto group = comm->split(comm->rank() / 2, 0);  // ranks 0 and 1
-                    Work pending, queued;
-                    if (comm->rank() != 1) pending = comm->barrier("end of the step");
-                    if (comm->rank() == 0) queued = comm->barrier("next step");
-                    if (comm->rank() == 2) {
-                      EXPECT_SAYS(error_of(pending), "reports a failure ([comm] ranks are in different collectives");
-                      return;
-                    }
-                    const std::string reason = error_of(group->barrier(comm->rank() == 0 ? "here" : "there"));
-                    EXPECT_SAYS(reason, "ranks are in different collectives: rank 0 is in here");
-                    EXPECT_EQ(comm->failure(), reason);
-                    if (comm->rank() == 0) {
-                      EXPECT_EQ(error_of(pending), reason);
-                      EXPECT_EQ(error_of(queued), reason);
-                    }
-                    EXPECT_EQ(error_of(comm->barrier("after")), reason);
-                  },
-                  {kLong});
+  test::run_ranks(
+      3,
+      [](std::shared_ptr<Communicator> comm) {
+        const auto group = comm->split(comm->rank() / 2, 0);  // ranks 0 and 1
+        Work pending, queued;
+        if (comm->rank() != 1) pending = comm->barrier("end of the step");
+        if (comm->rank() == 0) queued = comm->barrier("next step");
+        if (comm->rank() == 2) {
+          EXPECT_SAYS(error_of(pending), "reports a failure ([comm] ranks are in different collectives");
+          return;
+        }
+        const std::string reason = error_of(group->barrier(comm->rank() == 0 ? "here" : "there"));
+        EXPECT_SAYS(reason, "ranks are in different collectives: rank 0 is in here");
+        EXPECT_EQ(comm->failure(), reason);
+        if (comm->rank() == 0) {
+          EXPECT_EQ(error_of(pending), reason);
+          EXPECT_EQ(error_of(queued), reason);
+        }
+        EXPECT_EQ(error_of(comm->barrier("after")), reason);
+      },
+      {kLong}, GetParam());
   EXPECT_LT(Clock::now() - start, seconds(10));
 }
 
-TEST(GroupsTest, EachHasItsOwnTimeout) {
+TEST_P(GroupsTest, EachHasItsOwnTimeout) {
   const auto start = Clock::now();
-  test::run_ranks(2,
-                  [](std::shared_ptr<Communicator> comm) {
-                    const auto impatient = comm->split(0, comm->rank());
-                    if (comm->rank() == 1) {
-                      EXPECT_SAYS(error_of(comm->barrier("reduce")), "rank 0 reports a failure ([comm] timed out");
-                      return;
-                    }
-                    impatient->set_timeout(milliseconds(300));
-                    const Work late = impatient->barrier("gather");
-                    const std::string reason = error_of(late);
-                    EXPECT_SAYS(reason, "[comm] timed out after 0.3 s in gather: rank 1 did not arrive");
-                    EXPECT_EQ(error_of(comm->barrier("reduce")), reason);
-                  },
-                  {kLong});
+  test::run_ranks(
+      2,
+      [](std::shared_ptr<Communicator> comm) {
+        const auto impatient = comm->split(0, comm->rank());
+        if (comm->rank() == 1) {
+          EXPECT_SAYS(error_of(comm->barrier("reduce")), "rank 0 reports a failure ([comm] timed out");
+          return;
+        }
+        impatient->set_timeout(milliseconds(300));
+        const Work late = impatient->barrier("gather");
+        const std::string reason = error_of(late);
+        EXPECT_SAYS(reason, "[comm] timed out after 0.3 s in gather: rank 1 did not arrive");
+        EXPECT_EQ(error_of(comm->barrier("reduce")), reason);
+      },
+      {kLong}, GetParam());
   EXPECT_LT(Clock::now() - start, seconds(10));
 }
 
@@ -183,8 +200,8 @@ class StallingTransport final : public Transport {
 };
 
 // body(comm) on three ranks whose world communicator, context 1, stalls in transfers from rank 1.
-void run_stalling(const std::function<void(Communicator&)>& body) {
-  auto ends = make_local_transports(3);
+void run_stalling(const char* backend, const std::function<void(Communicator&)>& body) {
+  auto ends = test::make_transports(backend, 3);
   ends[1] = std::make_unique<StallingTransport>(std::move(ends[1]), 1);
   std::vector<std::thread> threads;
   std::vector<std::shared_ptr<Communicator>> world;
@@ -193,9 +210,9 @@ void run_stalling(const std::function<void(Communicator&)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST(GroupsTest, ATransferThatAFailureElsewhereBreaksOffIsAnnounced) {
+TEST_P(GroupsTest, ATransferThatAFailureElsewhereBreaksOffIsAnnounced) {
   const auto start = Clock::now();
-  run_stalling([](Communicator& comm) {
+  run_stalling(GetParam(), [](Communicator& comm) {
     const auto group = comm.split(comm.rank() == 0 ? 0 : 1, 0);  // ranks 1 and 2
     std::vector<float> full(30'000, 1.0f);
     const Work transfer = comm.all_gather({full.data(), 30'000, DType::kF32, {}}, "weights");
@@ -212,9 +229,9 @@ TEST(GroupsTest, ATransferThatAFailureElsewhereBreaksOffIsAnnounced) {
   EXPECT_LT(Clock::now() - start, seconds(10));
 }
 
-TEST(GroupsTest, ATransferThatALeavingRankBreaksOffIsAnnounced) {
+TEST_P(GroupsTest, ATransferThatALeavingRankBreaksOffIsAnnounced) {
   const auto start = Clock::now();
-  run_stalling([](Communicator& comm) {
+  run_stalling(GetParam(), [](Communicator& comm) {
     const auto group = comm.split(0, comm.rank());
     std::vector<float> full(30'000, 1.0f);
     const Work transfer = comm.all_gather({full.data(), 30'000, DType::kF32, {}}, "weights");
@@ -230,17 +247,23 @@ TEST(GroupsTest, ATransferThatALeavingRankBreaksOffIsAnnounced) {
   EXPECT_LT(Clock::now() - start, seconds(10));
 }
 
-TEST(GroupsTest, DestroyedWithCollectivesInFlight) {
+TEST_P(GroupsTest, DestroyedWithCollectivesInFlight) {
   std::vector<Work> works;
-  test::run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
-    auto group = comm->split(0, comm->rank());
-    if (comm->rank() != 0) return;
-    for (Communicator* each : {comm.get(), group.get()}) {
-      for (int i = 0; i < 3; ++i) works.push_back(each->barrier("never met"));
-    }
-  });
+  test::run_ranks(
+      2,
+      [&](std::shared_ptr<Communicator> comm) {
+        auto group = comm->split(0, comm->rank());
+        if (comm->rank() != 0) return;
+        for (Communicator* each : {comm.get(), group.get()}) {
+          for (int i = 0; i < 3; ++i) works.push_back(each->barrier("never met"));
+        }
+      },
+      {kLong}, GetParam());
   for (const Work& work : works) EXPECT_SAYS(error_of(work), "its communicator was destroyed");
 }
+
+INSTANTIATE_TEST_SUITE_P(Backends, GroupsTest, testing::Values("local", "shm"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace zc::comm

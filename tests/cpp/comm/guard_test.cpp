@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "zc/comm/local_transport.h"
+#include "support/ranks.h"
 
 namespace zc::comm {
 namespace {
@@ -31,8 +31,9 @@ struct Fate {
 };
 
 // What became of each rank.
-std::vector<Fate> fates(int size, milliseconds timeout, const std::function<void(Communicator&)>& body) {
-  const auto world = make_local_world(size, {timeout});
+std::vector<Fate> fates(const char* backend, int size, milliseconds timeout,
+                        const std::function<void(Communicator&)>& body) {
+  const auto world = test::make_world(backend, size, {timeout});
   std::vector<Fate> all(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
@@ -60,8 +61,10 @@ void sum(Communicator& comm, std::size_t numel, std::string_view label) {
 
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << "it says: " << (text)
 
-TEST(GuardTest, DifferentCollectivesAreNamedOnEveryRank) {
-  const auto all = fates(3, kLong, [](Communicator& comm) {
+class GuardTest : public testing::TestWithParam<const char*> {};
+
+TEST_P(GuardTest, DifferentCollectivesAreNamedOnEveryRank) {
+  const auto all = fates(GetParam(), 3, kLong, [](Communicator& comm) {
     comm.set_activity("step 41");
     if (comm.rank() == 0) {
       comm.set_activity("");
@@ -80,7 +83,7 @@ TEST(GuardTest, DifferentCollectivesAreNamedOnEveryRank) {
   }
 }
 
-TEST(GuardTest, EachPartOfACallIsCompared) {
+TEST_P(GuardTest, EachPartOfACallIsCompared) {
   const std::vector<std::function<void(Communicator&)>> bodies = {
       [](Communicator& comm) { sum(comm, comm.rank() == 0 ? 4 : 5, "same"); },
       [](Communicator& comm) { sum(comm, 4, comm.rank() == 0 ? "one" : "other"); },
@@ -108,12 +111,13 @@ TEST(GuardTest, EachPartOfACallIsCompared) {
       },
   };
   for (const auto& body : bodies) {
-    for (const Fate& fate : fates(2, kLong, body)) EXPECT_SAYS(fate.error, "ranks are in different collectives");
+    for (const Fate& fate : fates(GetParam(), 2, kLong, body))
+      EXPECT_SAYS(fate.error, "ranks are in different collectives");
   }
 }
 
-TEST(GuardTest, DifferentShardDtypesAreNamed) {
-  const auto all = fates(2, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, DifferentShardDtypesAreNamed) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
     std::array<float, 4> bucket{}, shard{};
     const DType dtype = comm.rank() == 0 ? DType::kF16 : DType::kBF16;
     comm.reduce_scatter_add({bucket.data(), 4, DType::kBF16, {}}, {shard.data(), 2, dtype, {}}, "reduce").wait();
@@ -124,8 +128,8 @@ TEST(GuardTest, DifferentShardDtypesAreNamed) {
   }
 }
 
-TEST(GuardTest, AMissingRankIsNamedAfterTheTimeout) {
-  const auto all = fates(3, milliseconds(300), [](Communicator& comm) {
+TEST_P(GuardTest, AMissingRankIsNamedAfterTheTimeout) {
+  const auto all = fates(GetParam(), 3, milliseconds(300), [](Communicator& comm) {
     comm.set_activity("step 3");
     sum(comm, 1, "count samples");
     if (comm.rank() == 1) std::this_thread::sleep_for(milliseconds(900));
@@ -146,8 +150,8 @@ TEST(GuardTest, AMissingRankIsNamedAfterTheTimeout) {
   EXPECT_SAYS(all[1].error, "reports a failure ([comm] timed out after 0.3 s");
 }
 
-TEST(GuardTest, ARankThatRaisesIsQuoted) {
-  const auto all = fates(3, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, ARankThatRaisesIsQuoted) {
+  const auto all = fates(GetParam(), 3, kLong, [](Communicator& comm) {
     comm.set_activity("step 9");
     if (comm.rank() == 2) {
       comm.leave(Departure::kFailed, "raised ValueError: bad sample", milliseconds(100));
@@ -164,8 +168,8 @@ TEST(GuardTest, ARankThatRaisesIsQuoted) {
   }
 }
 
-TEST(GuardTest, ARankAloneInACollectiveLearnsThatTheOthersEnded) {
-  const auto all = fates(3, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, ARankAloneInACollectiveLearnsThatTheOthersEnded) {
+  const auto all = fates(GetParam(), 3, kLong, [](Communicator& comm) {
     if (comm.rank() != 0) {
       comm.leave(Departure::kEnded, "ended its script", kLong);
       return;
@@ -184,8 +188,8 @@ TEST(GuardTest, ARankAloneInACollectiveLearnsThatTheOthersEnded) {
   }
 }
 
-TEST(GuardTest, LeavingEndsThisRanksOwnCollectives) {
-  const auto all = fates(2, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, LeavingEndsThisRanksOwnCollectives) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
     if (comm.rank() == 1) return;  // never comes; its hub end lives on
     const Work pending = comm.barrier("alone");
     const Work queued = comm.barrier("later");
@@ -199,8 +203,8 @@ TEST(GuardTest, LeavingEndsThisRanksOwnCollectives) {
   EXPECT_LT(all[0].took, seconds(5));
 }
 
-TEST(GuardTest, AfterAFailureEveryCommunicatorOfTheRankIsBroken) {
-  const auto all = fates(2, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, AfterAFailureEveryCommunicatorOfTheRankIsBroken) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
     const auto group = comm.split(0, comm.rank());
     std::string first;
     try {
@@ -224,8 +228,8 @@ TEST(GuardTest, AfterAFailureEveryCommunicatorOfTheRankIsBroken) {
   for (const Fate& fate : all) EXPECT_EQ(fate.error, "");
 }
 
-TEST(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
-  const auto all = fates(3, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
+  const auto all = fates(GetParam(), 3, kLong, [](Communicator& comm) {
     std::atomic<int> times_asked{0};
     comm.promise_place();
     std::thread teller([&] {
@@ -253,9 +257,9 @@ TEST(GuardTest, PlacesInTheCallersCodeAreAskedForOnFailureOnly) {
               " In Python: rank 0 at train.py:10; rank 1 at train.py:11; rank 2 at train.py:12 (this rank).");
 }
 
-TEST(GuardTest, ARankThatCannotTellItsPlaceHoldsNobodyUp) {
+TEST_P(GuardTest, ARankThatCannotTellItsPlaceHoldsNobodyUp) {
   const auto start = Clock::now();
-  const auto all = fates(2, kLong, [](Communicator& comm) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
     comm.promise_place();
     std::thread teller([&] {
       while (comm.place_wanted()) {
@@ -277,8 +281,8 @@ TEST(GuardTest, ARankThatCannotTellItsPlaceHoldsNobodyUp) {
   EXPECT_LT(Clock::now() - start, seconds(3));
 }
 
-TEST(GuardTest, RanksOfAGroupAreNamedByTheirRankInTheJob) {
-  const auto all = fates(4, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, RanksOfAGroupAreNamedByTheirRankInTheJob) {
+  const auto all = fates(GetParam(), 4, kLong, [](Communicator& comm) {
     const auto group = comm.split(comm.rank() / 2, 0);
     if (comm.rank() >= 2) sum(*group, 1, comm.rank() == 2 ? "here" : "there");
   });
@@ -286,8 +290,8 @@ TEST(GuardTest, RanksOfAGroupAreNamedByTheirRankInTheJob) {
   EXPECT_SAYS(all[2].error, "rank 3 is in there");
 }
 
-TEST(GuardTest, ATransferInFlightIsFinishedBeforeARankLeaves) {
-  const auto all = fates(2, kLong, [](Communicator& comm) {
+TEST_P(GuardTest, ATransferInFlightIsFinishedBeforeARankLeaves) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
     std::vector<float> full(8'000'000, static_cast<float>(comm.rank()));
     const Work work = comm.all_gather({full.data(), 8'000'000, DType::kF32, {}}, "weights");
     work.wait();
@@ -301,8 +305,8 @@ TEST(GuardTest, ATransferInFlightIsFinishedBeforeARankLeaves) {
   }
 }
 
-TEST(GuardTest, AForkedChildIsNoRank) {
-  const auto world = make_local_world(1, {kLong});
+TEST_P(GuardTest, AForkedChildIsNoRank) {
+  const auto world = test::make_world(GetParam(), 1, {kLong});
   world[0]->barrier("parent").wait();
   const pid_t child = fork();
   ASSERT_GE(child, 0);
@@ -323,6 +327,9 @@ TEST(GuardTest, AForkedChildIsNoRank) {
   EXPECT_EQ(WEXITSTATUS(status), 0);
   world[0]->barrier("parent").wait();
 }
+
+INSTANTIATE_TEST_SUITE_P(Backends, GuardTest, testing::Values("local", "shm"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace zc::comm
