@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "zc/comm/communicator.h"
+#include "zc/comm/transport.h"
 
 namespace zc::comm {
 
@@ -29,6 +30,7 @@ struct CallHeader {
   std::uint64_t fingerprint = 0;
   std::uint64_t sequence = 0;
   std::int64_t numel = 0;
+  Place place{};  // of what this rank gives
   std::int32_t root = 0;
   Op op = Op::kBarrier;
   ReduceOp reduce = ReduceOp::kSum;
@@ -37,10 +39,10 @@ struct CallHeader {
   char activity[60] = {};
   char label[68] = {};
 };
-static_assert(std::is_trivially_copyable_v<CallHeader> && sizeof(CallHeader) == 160);
+static_assert(std::is_trivially_copyable_v<CallHeader> && sizeof(CallHeader) == 176);
 
 // A header and, in the same message, the payload of collectives that need no more than this.
-inline constexpr std::size_t kInlineBytes = 640;
+inline constexpr std::size_t kInlineBytes = 1024;
 struct Envelope {
   CallHeader header;
   std::array<std::byte, kInlineBytes> payload;

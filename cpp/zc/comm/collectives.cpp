@@ -11,7 +11,7 @@ namespace {
 
 // Messages that are received into staging: small enough that a piece is folded from cache while the next one comes.
 constexpr std::int64_t kStagedPieceBytes = std::int64_t{1} << 18;
-// Messages that are received in place.
+// Messages that are received in place, and what is read in place before other communicators get their turn.
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
 
 // Pieces alternate between two slots, each with a lane for what comes and one for what goes.
@@ -60,10 +60,12 @@ Task Collectives::run(const Operation& operation) {
   const BufferView& in = operation.in;
   const BufferView& out = operation.out;
   const Op op = operation.header.op;
-  const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit;
+  const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit || op == Op::kBarrier;
   const bool rides = may_ride && in.bytes() <= static_cast<std::int64_t>(kInlineBytes);
   const std::span payload(in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0));
-  co_await guard_.meet(operation.header, payload, operation.timeout);
+  CallHeader header = operation.header;
+  if (!may_ride) header.place = endpoint_.transport().locate(in.data, in.bytes());
+  co_await guard_.meet(header, payload, operation.timeout);
   switch (op) {
     case Op::kReduceScatterAdd:
       co_await reduce_scatter_add(in, out);
@@ -84,6 +86,32 @@ Task Collectives::run(const Operation& operation) {
     case Op::kBarrier:
       break;
   }
+}
+
+bool Collectives::all_have_places() const {
+  for (int rank = 0; rank < guard_.size(); ++rank) {
+    if (!guard_.has_place(rank)) return false;
+  }
+  return true;
+}
+
+// Calls read(offset, count) for `bytes` in pieces, with the memory of member `from`, or of all others, at mapped_. Ends
+// when all who read this rank's memory have done so, since it is the caller's again then.
+template <class Read>
+Task Collectives::read_in_place(int from, std::int64_t bytes, Read read) {
+  mapped_.assign(static_cast<std::size_t>(guard_.size()), nullptr);
+  co_await guard_.map(&mapped_, from);
+  for (std::int64_t offset = 0; offset < bytes; offset += kPieceBytes) {
+    if (offset > 0) co_await guard_.give_way();
+    read(offset, std::min(kPieceBytes, bytes - offset));
+  }
+  for (int rank = 0; rank < guard_.size(); ++rank) {
+    if (rank == guard_.index()) continue;
+    if (from == Guard::kAll || from == guard_.index()) guard_.receive(receives(0), rank, nullptr, 0);
+    if (from == Guard::kAll || from == rank) guard_.send(sends(0), rank, nullptr, 0);
+  }
+  co_await guard_.wait(receives(0));
+  co_await guard_.wait(sends(0));
 }
 
 // Every rank sends source(peer) to each peer and receives target(peer, slot) from each, `bytes` long, in pieces;
@@ -121,6 +149,17 @@ Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView&
   const std::int64_t element = size_bytes(bucket.dtype);
   const std::int64_t bytes = shard.numel * element;
   std::vector<const void*> sources(static_cast<std::size_t>(guard_.size()));
+  if (all_have_places()) {
+    const auto fold_pieces = [&](std::int64_t offset, std::int64_t count) {
+      for (int rank = 0; rank < guard_.size(); ++rank) {
+        const auto at = static_cast<std::size_t>(rank);
+        sources[at] = (rank == guard_.index() ? data : mapped_[at]) + guard_.index() * bytes + offset;
+      }
+      device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
+    };
+    co_await read_in_place(Guard::kAll, bytes, fold_pieces);
+    co_return;
+  }
   const auto source = [&](int peer) { return data + peer * bytes; };
   const auto target = [&](int peer, std::int64_t slot, std::int64_t) { return staging(slot, peer); };
   const auto fold = [&](std::int64_t offset, std::int64_t count, std::int64_t slot) {
@@ -138,6 +177,18 @@ Task Collectives::gather(const BufferView& in, std::byte* out) {
   const auto* data = in.as<const std::byte>();
   const std::int64_t bytes = in.bytes();
   std::byte* const own = out + guard_.index() * bytes;
+  if (all_have_places()) {
+    const auto copy = [&](std::int64_t offset, std::int64_t count) {
+      for (int step = 0; step < guard_.size(); ++step) {  // not all from one rank at once
+        const int rank = (guard_.index() + step) % guard_.size();
+        const std::byte* const from = step == 0 ? data : mapped_[static_cast<std::size_t>(rank)];
+        std::byte* const to = out + rank * bytes;
+        if (from != to) std::memcpy(to + offset, from + offset, static_cast<std::size_t>(count));
+      }
+    };
+    co_await read_in_place(Guard::kAll, bytes, copy);
+    co_return;
+  }
   const auto source = [&](int) { return data; };
   const auto target = [&](int peer, std::int64_t, std::int64_t offset) { return out + peer * bytes + offset; };
   const auto copy_own = [&](std::int64_t offset, std::int64_t count, std::int64_t) {
@@ -190,6 +241,13 @@ Task Collectives::broadcast(const BufferView& view, int root) {
   const auto member = [&](int r) { return (r + root) % size; };
   const int reach = relative == 0 ? size : relative & -relative;  // children are below this distance
   auto* data = view.as<std::byte>();
+  if (guard_.has_place(root)) {
+    const auto copy = [&](std::int64_t offset, std::int64_t count) {
+      std::memcpy(data + offset, mapped_[static_cast<std::size_t>(root)] + offset, static_cast<std::size_t>(count));
+    };
+    co_await read_in_place(root, relative == 0 ? 0 : view.bytes(), copy);
+    co_return;
+  }
   const std::int64_t num_pieces = (view.bytes() + kPieceBytes - 1) / kPieceBytes;
   const auto count = [&](std::int64_t piece) { return std::min(kPieceBytes, view.bytes() - piece * kPieceBytes); };
   const auto listen = [&](std::int64_t piece) {

@@ -43,6 +43,10 @@ class Collectives {
   Task gather(const BufferView& in, std::byte* out);
   Task gather_bytes(const BufferView& in, std::byte* out, bool rides);
 
+  bool all_have_places() const;
+  template <class Read>
+  Task read_in_place(int from, std::int64_t bytes, Read read);
+
   template <class Source, class Target, class Consume>
   Task exchange(std::int64_t bytes, std::int64_t piece_bytes, Source source, Target target, Consume consume);
   std::byte* staging(std::int64_t slot, int peer);
@@ -50,6 +54,7 @@ class Collectives {
   Endpoint& endpoint_;
   int context_;
   Guard guard_;
+  std::vector<const std::byte*> mapped_;  // by member, in this call
   Memory staging_;
   std::atomic<std::int64_t> staging_bytes_{0};
 };

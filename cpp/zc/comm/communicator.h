@@ -53,7 +53,7 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  virtual const char* backend() const = 0;  // "self", "local", "mpi"
+  virtual const char* backend() const = 0;  // "self", "local", "mpi", "shm"
 
   // Zeroed memory that peers may read, aligned to 64 bytes.
   virtual Memory allocate(std::int64_t bytes);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "zc/base/error.h"
 
@@ -84,6 +85,24 @@ Guard::Progress Guard::poll_meeting() {
   if (!all) return progress;
   header_sends_.clear();
   return Progress::kDone;
+}
+
+Task Guard::map(std::vector<const std::byte*>* mapped, int from) {
+  return wait_until(false, [this, mapped, from] {
+    bool all = true;
+    for (int i = 0; i < size(); ++i) {
+      const std::byte*& memory = (*mapped)[static_cast<std::size_t>(i)];
+      if (i == index_ || memory != nullptr || (from != kAll && i != from)) continue;
+      memory = endpoint_.transport().map(ranks_[static_cast<std::size_t>(i)], heard(i).header.place);
+      all = all && memory != nullptr;
+    }
+    return all ? Progress::kDone : Progress::kNone;
+  });
+}
+
+Task Guard::give_way() {
+  return wait_until(
+      false, [given = false]() mutable { return std::exchange(given, true) ? Progress::kDone : Progress::kSome; });
 }
 
 void Guard::send(std::size_t lane, int index, const void* data, std::int64_t bytes) {

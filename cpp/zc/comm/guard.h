@@ -33,6 +33,15 @@ class Guard {
   // The payload that member `index` brought to the last meet().
   const std::byte* payload(int index) const { return heard(index).payload.data(); }
 
+  // Whether member `index` has told where the memory that it gives lies.
+  bool has_place(int index) const { return heard(index).header.place.segment != 0; }
+
+  // Where that memory is mapped here: of member `from`, or of all others, at (*mapped)[member].
+  Task map(std::vector<const std::byte*>* mapped, int from);
+  static constexpr int kAll = -1;
+
+  Task give_way();  // to the rank's other communicators
+
   // Transfers of the current call, in a lane: a set of transfers that are waited for together. Payload lanes are
   // numbered from 0.
   static constexpr std::size_t kNumLanes = 4;

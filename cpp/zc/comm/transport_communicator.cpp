@@ -22,6 +22,11 @@ class TransportCommunicator final : public Communicator {
         context_(context),
         collectives_(std::make_shared<Collectives>(*endpoint_, ranks_, index, context)) {}
 
+  Memory allocate(std::int64_t bytes) override {
+    Memory memory = endpoint_->transport().allocate(bytes);
+    return memory != nullptr ? memory : Communicator::allocate(bytes);
+  }
+
   const char* backend() const override { return endpoint_->transport().name(); }
   void set_activity(std::string_view activity) override { endpoint_->set_activity(activity); }
   std::string failure() const override { return endpoint_->failure(); }

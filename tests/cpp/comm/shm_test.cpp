@@ -1,0 +1,267 @@
+// Memory that peers read in place, and ranks that are processes of their own: killed, stopped, out of memory.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/ranks.h"
+
+namespace zc::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr seconds kLong{30};
+
+#define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << "it says: " << (text)
+
+void run(int size, const std::function<void(Communicator&)>& body) {
+  test::run_ranks(size, [&](std::shared_ptr<Communicator> comm) { body(*comm); }, {kLong}, "shm");
+}
+
+// Of a type with memory that peers can read, or not.
+template <class T>
+struct Buffer {
+  Buffer(Communicator& comm, std::int64_t numel, DType dtype, bool shared = true)
+      : memory(shared ? comm.allocate(numel * static_cast<std::int64_t>(sizeof(T)))
+                      : allocate_host(numel * static_cast<std::int64_t>(sizeof(T)))),
+        view{memory.get(), numel, dtype, {}} {}
+  T& operator[](std::int64_t at) { return view.as<T>()[at]; }
+  Memory memory;
+  BufferView view;
+};
+
+int num_mappings() {
+  std::ifstream file("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(file, line);) count += line.find("/memfd:zerocore") != std::string::npos;
+  return count;
+}
+
+int num_descriptors() {
+  int count = 0;
+  for (int fd = 0; fd < 256; ++fd) count += fcntl(fd, F_GETFD) != -1;
+  return count;
+}
+
+class ShmTest : public testing::TestWithParam<int> {};
+
+TEST_P(ShmTest, SlicesAreFoldedWhereTheyAre) {
+  run(GetParam(), [](Communicator& comm) {
+    const std::int64_t n = comm.size();
+    for (const std::int64_t numel : {70'000, 4'200'001}) {  // the last one takes several pieces
+      Buffer<float> bucket(comm, n * numel, DType::kF32), shard(comm, numel, DType::kF32);
+      for (std::int64_t i = 0; i < n * numel; ++i) bucket[i] = static_cast<float>(i % 1000 + 1000 * comm.rank());
+      for (int round = 1; round <= 3; ++round) {
+        comm.reduce_scatter_add(bucket.view, shard.view, "sum").wait();
+        std::int64_t wrong = 0;
+        for (std::int64_t i = 0; i < numel; ++i) {
+          const auto at = (comm.rank() * numel + i) % 1000;
+          const auto sum = static_cast<float>(round) * static_cast<float>(n * at + 1000 * n * (n - 1) / 2);
+          wrong += shard[i] != sum;
+        }
+        ASSERT_EQ(wrong, 0) << "round " << round;
+      }
+      ASSERT_EQ(bucket[n * numel - 1], static_cast<float>((n * numel - 1) % 1000 + 1000 * comm.rank()));
+    }
+    EXPECT_EQ(comm.staging_bytes(), 0);
+  });
+}
+
+TEST_P(ShmTest, TheFoldHasTheBitsOfOtherBackends) {
+  const int size = GetParam();
+  constexpr std::int64_t kNumel = 100'003;
+  const auto fold = [&](std::string_view backend, DType shard_dtype) {
+    std::vector<std::vector<std::byte>> shards(static_cast<std::size_t>(size));
+    test::run_ranks(
+        size,
+        [&](std::shared_ptr<Communicator> comm) {
+          Buffer<std::uint16_t> bucket(*comm, size * kNumel, DType::kBF16);
+          Buffer<float> shard(*comm, kNumel, shard_dtype);
+          std::uint32_t random = 1 + static_cast<std::uint32_t>(comm->rank());
+          for (std::int64_t i = 0; i < size * kNumel; ++i) {
+            random = random * 1664525u + 1013904223u;
+            bucket[i] = static_cast<std::uint16_t>((random >> 16 & 0x80ff) | 0x3f00);  // 0.5 to 2, both signs
+          }
+          for (int round = 0; round < 2; ++round) {
+            comm->reduce_scatter_add(bucket.view, shard.view, "sum").wait();
+          }
+          EXPECT_EQ(comm->staging_bytes() == 0, backend == "shm" || size == 1);
+          auto& out = shards[static_cast<std::size_t>(comm->rank())];
+          out.assign(shard.memory.get(), shard.memory.get() + shard.view.bytes());
+        },
+        {kLong}, backend);
+    return shards;
+  };
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
+    EXPECT_EQ(fold("shm", dtype), fold("local", dtype));
+}
+
+TEST_P(ShmTest, ShardsAreGatheredFromWhereTheyAre) {
+  run(GetParam(), [](Communicator& comm) {
+    const std::int64_t n = comm.size(), rank = comm.rank();
+    for (const std::int64_t numel : {40'000, 8'400'001}) {
+      const auto value = [numel](std::int64_t at) { return static_cast<std::uint16_t>(at % 977 + at / numel); };
+      const auto expect_all = [&](Buffer<std::uint16_t>& full) {
+        std::int64_t wrong = 0;
+        for (std::int64_t at = 0; at < n * numel; ++at) wrong += full[at] != value(at);
+        ASSERT_EQ(wrong, 0);
+      };
+      Buffer<std::uint16_t> full(comm, n * numel, DType::kBF16), shard(comm, numel, DType::kBF16),
+          other(comm, n * numel, DType::kBF16, false);
+      for (std::int64_t at = 0; at < numel; ++at) shard[at] = full[rank * numel + at] = value(rank * numel + at);
+      comm.all_gather(full.view, "in place").wait();
+      expect_all(full);
+      comm.all_gather(shard.view, other.view, "from a shard").wait();
+      expect_all(other);
+    }
+    EXPECT_EQ(comm.staging_bytes(), 0);
+  });
+}
+
+TEST_P(ShmTest, BroadcastReadsTheRootsMemory) {
+  run(GetParam(), [](Communicator& comm) {
+    for (int root = 0; root < comm.size(); ++root) {
+      for (const bool all_shared : {true, false}) {
+        Buffer<std::uint8_t> data(comm, 17'000'003, DType::kU8, all_shared || comm.rank() == root);
+        std::memset(data.memory.get(), comm.rank() + 1, 17'000'003);
+        comm.broadcast(data.view, root, "broadcast").wait();
+        ASSERT_EQ(std::count(data.view.as<std::uint8_t>(), data.view.as<std::uint8_t>() + 17'000'003, root + 1),
+                  17'000'003);
+      }
+    }
+  });
+}
+
+TEST_P(ShmTest, MemoryOfOneRankThatPeersCannotReadIsSent) {
+  run(GetParam(), [](Communicator& comm) {
+    const std::int64_t n = comm.size(), numel = 200'000;
+    Buffer<float> bucket(comm, n * numel, DType::kF32, comm.rank() != comm.size() - 1), shard(comm, numel, DType::kF32);
+    std::fill_n(bucket.view.as<float>(), n * numel, static_cast<float>(1 << comm.rank()));
+    for (int round = 1; round <= 2; ++round) {
+      comm.reduce_scatter_add(bucket.view, shard.view, "sum").wait();
+      ASSERT_EQ(shard[numel - 1], static_cast<float>(round * ((1 << n) - 1)));
+    }
+    EXPECT_EQ(comm.staging_bytes() > 0, n > 1);
+  });
+}
+
+TEST_P(ShmTest, BuffersAreTheCallersAgainAfterTheWait) {
+  run(GetParam(), [](Communicator& comm) {
+    const std::int64_t n = comm.size(), numel = 50'000;
+    Buffer<float> bucket(comm, n * numel, DType::kF32), shard(comm, numel, DType::kF32),
+        full(comm, n * numel, DType::kF32);
+    for (int round = 0; round < 200; ++round) {
+      const auto own = static_cast<float>(round + comm.rank());
+      std::fill_n(bucket.view.as<float>(), n * numel, own);
+      std::fill_n(shard.view.as<float>(), numel, 0.0f);
+      std::fill_n(full.view.as<float>() + comm.rank() * numel, numel, own);
+      const Work reduce = comm.reduce_scatter_add(bucket.view, shard.view, "sum");
+      const Work gather = comm.all_gather(full.view, "gather");
+      reduce.wait();
+      std::fill_n(bucket.view.as<float>(), n * numel, -1.0f);
+      gather.wait();
+      const auto sum = static_cast<float>(n * round + n * (n - 1) / 2);
+      ASSERT_EQ(shard[0], sum);
+      ASSERT_EQ(shard[numel - 1], sum);
+      for (std::int64_t r = 0; r < n; ++r) ASSERT_EQ(full[(r + 1) * numel - 1], static_cast<float>(round + r));
+    }
+  });
+}
+
+TEST_P(ShmTest, FreedMemoryIsLetGoOfByAll) {
+  run(GetParam(), [](Communicator& comm) {
+    const std::int64_t numel = 30'000;
+    comm.barrier("start").wait();
+    const int before = num_mappings(), descriptors = num_descriptors();
+    comm.barrier("counted").wait();
+    for (int round = 0; round < 50; ++round) {
+      std::vector<Buffer<float>> kept;  // several unknown to the peers at once, named in another order
+      for (int k = 0; k < 3; ++k) kept.emplace_back(comm, comm.size() * numel, DType::kF32);
+      for (int k = 2; k >= 0; --k) {
+        auto& full = kept[static_cast<std::size_t>(k)];
+        full[comm.rank() * numel] = static_cast<float>(round + k);
+        comm.all_gather(full.view, "gather").wait();
+        for (int r = 0; r < comm.size(); ++r) ASSERT_EQ(full[r * numel], static_cast<float>(round + k));
+      }
+    }
+    comm.barrier("all freed").wait();
+    {
+      Buffer<float> last(comm, numel, DType::kF32);
+    }
+    comm.barrier("all have let go").wait();
+    if (comm.rank() == 0) {
+      EXPECT_EQ(num_mappings(), before);
+      EXPECT_EQ(num_descriptors(), descriptors);
+    }
+    comm.barrier("end").wait();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmTest, testing::Values(1, 2, 3, 4));
+
+TEST(ShmMemoryTest, OutlivesItsCommunicator) {
+  Memory memory;
+  {
+    const auto world = test::make_world("shm", 1, {kLong});
+    memory = world[0]->allocate(1 << 20);
+  }
+  memory[5] = std::byte{7};
+  EXPECT_EQ(memory[5], std::byte{7});
+}
+
+TEST(ShmMemoryTest, AForkedChildThatFreesItTakesNothingFromItsParent) {
+  const auto world = test::make_world("shm", 1, {kLong});
+  Memory memory = world[0]->allocate(1 << 20);
+  memory[5] = std::byte{7};
+  const pid_t child = fork();
+  if (child == 0) {
+    memory = nullptr;
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(memory[5], std::byte{7});
+}
+
+TEST(ShmMemoryTest, TooMuchIsTheNamedError) {
+  const auto world = test::make_world("shm", 1, {kLong});
+  const auto error_of = [&](std::int64_t bytes) {
+    try {
+      world[0]->allocate(bytes);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDevice);
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_SAYS(error_of(std::int64_t{1} << 50),
+              "[comm] out of shared memory: got no 1125899906842624 bytes, the machine has");
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{1 << 20, before.rlim_max};
+  signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::string error = error_of(2 << 20);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_SAYS(error, "[comm] out of shared memory: got no 2097152 bytes: File too large");
+  world[0]->allocate(2 << 20);
+}
+
+}  // namespace
+}  // namespace zc::comm
