@@ -65,7 +65,7 @@ Task Collectives::run(const Operation& operation) {
   const std::span payload(in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0));
   CallHeader header = operation.header;
   if (!may_ride) header.place = endpoint_.transport().locate(in.data, in.bytes());
-  co_await guard_.meet(header, payload, operation.timeout);
+  co_await guard_.meet(header, payload, operation.timeout, !rides);
   switch (op) {
     case Op::kReduceScatterAdd:
       co_await reduce_scatter_add(in, out);
@@ -110,8 +110,8 @@ Task Collectives::read_in_place(int from, std::int64_t bytes, Read read) {
     if (from == Guard::kAll || from == guard_.index()) guard_.receive(receives(0), rank, nullptr, 0);
     if (from == Guard::kAll || from == rank) guard_.send(sends(0), rank, nullptr, 0);
   }
-  co_await guard_.wait(receives(0));
   co_await guard_.wait(sends(0));
+  co_await guard_.wait(receives(0), false);
 }
 
 // Every rank sends source(peer) to each peer and receives target(peer, slot) from each, `bytes` long, in pieces;

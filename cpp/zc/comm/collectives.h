@@ -15,7 +15,7 @@
 
 namespace zc::comm {
 
-// One collective as the progress thread sees it.
+// One collective as the endpoint's driver sees it.
 struct Operation {
   CallHeader header{};
   BufferView in{};
@@ -28,7 +28,7 @@ class Collectives {
   Collectives(Endpoint& endpoint, std::vector<int> ranks, int index, int context)
       : endpoint_(endpoint), context_(context), guard_(endpoint, std::move(ranks), index, context) {}
 
-  // Runs the collective and completes `state`, on the progress thread; one at a time. Never throws: a failure is
+  // Runs the collective and completes `state`, by the endpoint's driver; one at a time. Never throws: a failure is
   // announced to all ranks.
   Task execute(const Operation& operation, Work::State& state);
 

@@ -22,6 +22,9 @@ constexpr std::chrono::milliseconds kOwnPlaceLimit{200};
 constexpr std::chrono::milliseconds kPlacesLimit{1000};
 constexpr std::chrono::microseconds kMeetingYield{50};
 constexpr std::chrono::microseconds kTransferYield{2000};
+// The doorbell wakes whoever sleeps; but not for a death, or a timeout.
+constexpr std::chrono::milliseconds kLongestNap{10};
+constexpr std::chrono::milliseconds kLookPeriod{100};
 
 }  // namespace
 
@@ -33,9 +36,16 @@ std::shared_ptr<Endpoint> Endpoint::open(std::unique_ptr<Transport> transport) {
 
 Endpoint::Endpoint(std::unique_ptr<Transport> transport)
     : transport_(std::move(transport)),
+      doorbell_(transport_->doorbell()),
       process_id_(getpid()),
-      peers_(static_cast<std::size_t>(transport_->size())),
-      thread_([this] { run(); }) {}
+      peers_(static_cast<std::size_t>(transport_->size())) {
+  try {
+    for (int rank = 0; rank < transport_->size(); ++rank) listen(rank);
+  } catch (const std::exception& error) {
+    give_up({}, error.what(), {});
+  }
+  thread_ = std::thread([this] { run(); });
+}
 
 Endpoint::~Endpoint() {
   {
@@ -43,7 +53,7 @@ Endpoint::~Endpoint() {
     if (left_.empty()) left_ = "its communicator was destroyed";
     leave_deadline_ = Clock::now();
     leaving_ = true;
-    stop_ = true;
+    stop_ = called_ = true;
     wake_.notify_all();
   }
   thread_.join();
@@ -58,12 +68,66 @@ void Endpoint::check_process() const {
 }
 
 void Endpoint::post(int context, std::function<Task()> start) {
+  bool begun = false;
   {
     std::lock_guard lock(mutex_);
     auto& queue = queues_[context];
-    queue.push_back({std::move(start)});
-    if (queue.size() > 1) return;  // the thread comes to it by itself
-    news_ = true;
+    queue.emplace_back(std::move(start));
+    begun = queue.size() == 1;
+    if (begun) news_ = true;
+  }
+  if (doorbell_ == nullptr) {
+    if (begun) wake_.notify_all();  // else the thread comes to it by itself
+    return;
+  }
+  if (!driver_.try_lock()) {
+    if (begun) doorbell_->ring();
+    return;
+  }
+  {
+    std::lock_guard driving(driver_, std::adopt_lock);
+    const DefaultFloatEnvironment environment;
+    give_turns([this] { return !progress_; });
+  }
+  hand_over();
+}
+
+void Endpoint::drive(Work::State& state, Clock::time_point deadline) {
+  check_process();
+  const auto enough = [&] { return state.done || Clock::now() >= deadline; };
+  do {
+    ++num_waiting_;  // from here on, who stops driving hands over
+    if (driver_.try_lock()) {
+      --num_waiting_;
+      {
+        std::lock_guard driving(driver_, std::adopt_lock);
+        const DefaultFloatEnvironment environment;
+        if (!state.done) give_turns(enough);
+      }
+      hand_over();
+    } else {
+      std::unique_lock lock(state.mutex);
+      const auto until = std::min(deadline, Clock::now() + kLongestNap);
+      state.finished.wait_until(lock, until, [&state] { return state.done.load(); });
+      --num_waiting_;
+    }
+  } while (!enough());
+}
+
+// Whether somebody must drive although nobody waits. Under mutex_.
+bool Endpoint::is_needed() const {
+  if (queues_.empty()) return stop_ || goodbye_;
+  if (stop_ || leaving_ || num_waiting_ > 0 || doorbell_ == nullptr) return true;
+  return std::ranges::any_of(queues_,
+                             [](const auto& entry) { return entry.second.size() > 1 || entry.second.front().owes; });
+}
+
+// After driver_ has been given back.
+void Endpoint::hand_over() {
+  {
+    std::lock_guard lock(mutex_);
+    called_ = is_needed();
+    if (!called_ && !(dozing_ && !queues_.empty())) return;
   }
   wake_.notify_all();
 }
@@ -71,60 +135,104 @@ void Endpoint::post(int context, std::function<Task()> start) {
 void Endpoint::run() {
   pthread_setname_np(pthread_self(), "zc-comm");
   const DefaultFloatEnvironment environment;
-  try {
-    for (int rank = 0; rank < transport_->size(); ++rank) listen(rank);
-  } catch (const std::exception& error) {
-    give_up({}, error.what(), {});
-  }
-  std::vector<Posted*> turns;
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return stop_ || goodbye_ || !queues_.empty(); });
-    if (queues_.empty()) {
-      if (!goodbye_) break;
-      const Peer::State state = *std::exchange(goodbye_, std::nullopt);
-      lock.unlock();
-      say_goodbye(state);
-      lock.lock();
-      continue;
-    }
-    news_ = false;
-    turns.clear();
-    for (auto& [context, queue] : queues_) turns.push_back(&queue.front());
+    rest(lock);
+    if (stop_ && queues_.empty() && !goodbye_) break;
+    std::unique_lock driving(driver_, std::try_to_lock);
+    if (!driving) continue;  // who drives hands over
+    const bool only_looks = !is_needed();
+    const bool has_turns = !queues_.empty();
     lock.unlock();
-    const std::chrono::microseconds sleep = give_turns(turns);
-    lock.lock();
-    for (auto entry = queues_.begin(); entry != queues_.end();) {
-      auto& queue = entry->second;
-      if (queue.front().done()) queue.pop_front();
-      entry = queue.empty() ? queues_.erase(entry) : std::next(entry);
+    if (has_turns) {
+      give_turns([this, only_looks] {
+        if (only_looks) return !progress_;
+        std::lock_guard relock(mutex_);
+        return queues_.empty() || !is_needed();
+      });
+    } else {
+      say_goodbye();
     }
-    if (sleep.count() > 0) wake_.wait_for(lock, sleep, [this] { return news_.load(); });
+    driving.unlock();
+    lock.lock();
+    called_ = is_needed();
   }
   lock.unlock();
   close();
 }
 
-// Without the lock, until a task has ended, a queue has begun, or it is time to sleep: returns how long.
-std::chrono::microseconds Endpoint::give_turns(const std::vector<Posted*>& turns) {
+// Until the progress thread is to drive, or to look after what nobody waits for.
+void Endpoint::rest(std::unique_lock<std::mutex>& lock) {
+  if (doorbell_ == nullptr) {
+    wake_.wait(lock, [this] { return is_needed(); });
+    return;
+  }
+  const auto called = [this] { return called_; };
+  while (!called_) {
+    dozing_ = true;
+    wake_.wait(lock, [this] { return called_ || !queues_.empty(); });
+    dozing_ = false;
+    if (!wake_.wait_for(lock, kLookPeriod, called) && !queues_.empty()) return;
+  }
+  called_ = false;
+}
+
+// Rounds of turns until enough() after one of them.
+template <class Enough>
+void Endpoint::give_turns(Enough enough) {
+  rested_ = true;
+  backoff_.reset(Clock::now());
   for (;;) {
-    progress_ = transfer_ = false;
-    bool ended = false;
-    for (Posted* posted : turns) {
-      if (posted->task) {
-        posted->task->resume();
-      } else {
-        posted->task = posted->start();
-        progress_ = true;
-      }
-      ended = ended || posted->done();
-    }
+    const Doorbell::Ticket ticket = doorbell_ != nullptr ? doorbell_->ticket() : 0;
+    give_round();
+    if (enough()) return;
+    rested_ = false;
     const auto now = Clock::now();
-    if (progress_ || ended) backoff_.reset(now);
-    if (ended || news_) return {};
-    if (progress_) continue;
-    const auto sleep = backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield);
-    if (sleep.count() > 0) return sleep;
+    if (progress_ || news_) {
+      backoff_.reset(now);
+    } else if (const auto time = backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield); time.count() > 0) {
+      sleep(ticket, time);
+    }
+  }
+}
+
+void Endpoint::give_round() {
+  progress_ = transfer_ = false;
+  if (news_.exchange(false)) {
+    std::lock_guard lock(mutex_);
+    turns_.clear();
+    for (auto& [context, queue] : queues_) turns_.push_back(&queue.front());
+  }
+  bool ended = false;
+  for (Posted* posted : turns_) {
+    owes_ = false;
+    if (posted->task) {
+      posted->task->resume();
+    } else {
+      posted->task = posted->start();
+      progress_ = true;
+    }
+    posted->owes = owes_;
+    ended = ended || posted->done();
+  }
+  if (!ended) return;
+  progress_ = true;
+  std::lock_guard lock(mutex_);
+  for (auto entry = queues_.begin(); entry != queues_.end();) {
+    auto& queue = entry->second;
+    if (queue.front().done()) queue.pop_front();
+    entry = queue.empty() ? queues_.erase(entry) : std::next(entry);
+  }
+  news_ = true;
+}
+
+void Endpoint::sleep(Doorbell::Ticket ticket, std::chrono::microseconds time) {
+  if (doorbell_ != nullptr) {
+    doorbell_->sleep(ticket, kLongestNap);
+    rested_ = true;
+  } else {
+    std::unique_lock lock(mutex_);
+    wake_.wait_for(lock, time, [this] { return news_.load(); });
   }
 }
 
@@ -334,22 +442,23 @@ void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::
       if (leaving_) return;
       left_.assign(reason);
       leave_deadline_ = deadline;
-      leaving_ = true;
+      leaving_ = called_ = true;
       goodbye_ = state;
       wake_.notify_all();
       place_asked_.notify_all();
     }
+    if (doorbell_ != nullptr) doorbell_->ring();
     std::unique_lock lock(mutex_);
     goodbye_said_.wait_until(lock, deadline + std::chrono::seconds(1), [this] { return goodbye_done_; });
   } catch (...) {  // no memory left for a goodbye: peers find out by their own timeouts
   }
 }
 
-void Endpoint::say_goodbye(Peer::State state) {
+void Endpoint::say_goodbye() {
   try {
     {
       std::lock_guard lock(mutex_);
-      announce(state, left_, place_);
+      announce(*std::exchange(goodbye_, std::nullopt), left_, place_);
     }
     const auto all_gone = [this] {
       for (int rank = 0; rank < transport_->size(); ++rank) {

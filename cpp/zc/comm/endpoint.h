@@ -1,8 +1,13 @@
-// One rank's end of the job: its transport, the thread that makes all transport calls, and what its peers announced.
-// Shared by the world communicator and everything split from it.
+// One rank's end of the job: its transport, who makes all transport calls, and what its peers announced. Shared by the
+// world communicator and everything split from it.
 //
-// The thread has one collective of each communicator under way and gives them turns: each goes on until it has to wait
+// The driver has one collective of each communicator under way and gives them turns: each goes on until it has to wait
 // for messages. So collectives of one communicator run in call order, and none waits for another communicator's.
+//
+// Where the transport allows only one thread, the driver is the progress thread. Elsewhere it is whoever is there: the
+// thread that makes a call gives the first turns, and one that waits for a collective gives further ones, so that a
+// small collective costs no switch of threads. The progress thread comes in where peers need this rank while nobody
+// waits. It leaves alone what peers need nothing more for, and looks after it only now and then.
 #pragma once
 
 #include <sys/types.h>
@@ -28,10 +33,11 @@
 #include "zc/comm/liveness.h"
 #include "zc/comm/task.h"
 #include "zc/comm/transport.h"
+#include "zc/comm/work.h"
 
 namespace zc::comm {
 
-class Endpoint {
+class Endpoint final : public Driver {
  public:
   using Clock = std::chrono::steady_clock;
 
@@ -46,9 +52,12 @@ class Endpoint {
 
   void check_process() const;  // throws kComm in a forked child, which has no progress thread
 
-  // Runs the task that `start` returns on the progress thread, after those posted for this context before. Neither may
-  // throw. Not in a forked child.
+  // The driver runs the task that `start` returns, after those posted for this context before. Neither may throw. Not
+  // in a forked child.
   void post(int context, std::function<Task()> start);
+
+  bool takes_help() const { return doorbell_ != nullptr; }
+  void drive(Work::State& state, Clock::time_point deadline) override;
 
   void set_activity(std::string_view activity);
   std::string activity() const;
@@ -67,7 +76,7 @@ class Endpoint {
   int next_context() const { return next_context_; }
   void take_context(int context);
 
-  // --- From the progress thread only.
+  // --- By the driver.
 
   // Names one collective of one communicator.
   struct CallId {
@@ -108,6 +117,8 @@ class Endpoint {
   // What a task tells before it suspends; decides when the thread may sleep.
   void note_progress() { progress_ = true; }
   void note_transfer() { transfer_ = true; }  // its peers are all there: data is on its way
+  void note_owing() { owes_ = true; }         // peers need more of this rank for it to end
+  bool rested() const { return rested_; }     // time has passed since the last turn
 
   bool leaving() const { return leaving_; }
   Clock::time_point leave_deadline() const;
@@ -135,16 +146,24 @@ class Endpoint {
   };
 
   struct Posted {
+    explicit Posted(std::function<Task()> start) : start(std::move(start)) {}
     std::function<Task()> start;
     std::optional<Task> task{};  // once started; uses what `start` holds
+    std::atomic<bool> owes{true};
     bool done() const { return task && task->done(); }
   };
 
   explicit Endpoint(std::unique_ptr<Transport> transport);
-  ~Endpoint();
+  ~Endpoint() override;
   bool forked() const;  // this process is a child of the one that opened the endpoint
   void run();
-  std::chrono::microseconds give_turns(const std::vector<Posted*>& turns);
+  void rest(std::unique_lock<std::mutex>& lock);
+  template <class Enough>
+  void give_turns(Enough enough);
+  void give_round();
+  void sleep(Doorbell::Ticket ticket, std::chrono::microseconds time);
+  bool is_needed() const;
+  void hand_over();
   void listen(int rank);
   void take(Slot& slot, int rank);
   void bury_dead();
@@ -153,13 +172,16 @@ class Endpoint {
   std::string ask_place();
   std::string places(std::span<const int> also_failing);
   bool sent();  // all announcements have gone out
-  void say_goodbye(Peer::State state);
+  void say_goodbye();
   void close() noexcept;
 
-  std::unique_ptr<Transport> transport_;
+  const std::unique_ptr<Transport> transport_;
+  Doorbell* const doorbell_;
   const pid_t process_id_;
   std::unique_ptr<Liveness> owned_liveness_;
   std::atomic<Liveness*> liveness_{nullptr};  // null: nobody watches
+
+  std::mutex driver_;  // held by the driver; guards what follows
   std::vector<Slot> peers_;
   std::vector<Outgoing> outgoing_;
   int num_news_ = 0;
@@ -167,16 +189,19 @@ class Endpoint {
   std::vector<CallId> entered_;  // and not ended
   std::vector<CallId> broken_;
   bool failed_ = false;
+  std::vector<Posted*> turns_;  // the first of each queue
   Backoff backoff_;
-  bool progress_ = false;  // in these turns
+  bool progress_ = false;  // in this round of turns
   bool transfer_ = false;
+  bool owes_ = false;  // in this turn
+  bool rested_ = false;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
   std::condition_variable goodbye_said_;
   std::condition_variable place_asked_;
   std::condition_variable place_told_;
-  std::map<int, std::deque<Posted>> queues_;  // by context, none empty; only the progress thread looks into the first
+  std::map<int, std::deque<Posted>> queues_;  // by context, none empty; only the driver looks into the first
   std::optional<Peer::State> goodbye_;        // to be said
   std::string activity_;
   std::string own_failure_;
@@ -187,9 +212,12 @@ class Endpoint {
   bool place_promised_ = false;
   Clock::time_point leave_deadline_;
   bool stop_ = false;
+  bool dozing_ = false;  // the progress thread sleeps until it is woken
+  bool called_ = false;  // it is to drive
   bool goodbye_done_ = false;
 
-  std::atomic<bool> news_{false};  // a queue has begun
+  std::atomic<bool> news_{false};    // the first of a queue is another
+  std::atomic<int> num_waiting_{0};  // threads that wait while another drives
   std::atomic<bool> leaving_{false};
   std::atomic<int> next_context_{1};
   std::thread thread_;

@@ -38,7 +38,8 @@ Guard::Guard(Endpoint& endpoint, std::vector<int> ranks, int index, int context)
 
 Guard::~Guard() = default;
 
-Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout) {
+Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout,
+                 bool owes) {
   timeout_ = timeout;
   Envelope& own = buffers_->own;
   own.header = header;
@@ -56,7 +57,8 @@ Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, s
     const std::size_t i = (static_cast<std::size_t>(index_) + step) % members_.size();
     header_sends_.push_back(transport.send(ranks_[i], &own, bytes, header_tag_));
   }
-  co_await wait_until(true, [this] { return poll_meeting(); });
+  owes = owes || std::ranges::any_of(header_sends_, [](Transport::Request request) { return request != nullptr; });
+  co_await wait_until(true, owes, [this] { return poll_meeting(); });
 
   // A rank that comes late finds the headers of peers that have given this call up meanwhile.
   endpoint_.poll();
@@ -88,7 +90,7 @@ Guard::Progress Guard::poll_meeting() {
 }
 
 Task Guard::map(std::vector<const std::byte*>* mapped, int from) {
-  return wait_until(false, [this, mapped, from] {
+  return wait_until(false, true, [this, mapped, from] {
     bool all = true;
     for (int i = 0; i < size(); ++i) {
       const std::byte*& memory = (*mapped)[static_cast<std::size_t>(i)];
@@ -101,8 +103,9 @@ Task Guard::map(std::vector<const std::byte*>* mapped, int from) {
 }
 
 Task Guard::give_way() {
-  return wait_until(
-      false, [given = false]() mutable { return std::exchange(given, true) ? Progress::kDone : Progress::kSome; });
+  return wait_until(false, true, [given = false]() mutable {
+    return std::exchange(given, true) ? Progress::kDone : Progress::kSome;
+  });
 }
 
 void Guard::send(std::size_t lane, int index, const void* data, std::int64_t bytes) {
@@ -115,8 +118,8 @@ void Guard::receive(std::size_t lane, int index, void* data, std::int64_t bytes)
   lanes_[lane].push_back(endpoint_.transport().receive(rank, data, bytes, payload_tag_));
 }
 
-Task Guard::wait(std::size_t lane) {
-  return wait_until(false, [this, &requests = lanes_[lane]] {
+Task Guard::wait(std::size_t lane, bool owes) {
+  return wait_until(false, owes, [this, &requests = lanes_[lane]] {
     const std::size_t before = requests.size();
     std::erase_if(requests, [this](Transport::Request& request) { return endpoint_.transport().test(request); });
     if (requests.empty()) return Progress::kDone;
@@ -126,7 +129,7 @@ Task Guard::wait(std::size_t lane) {
 
 // Suspends after each poll, so that the collectives of the rank's other communicators are polled too.
 template <class Poll>
-Task Guard::wait_until(bool meeting, Poll poll) {
+Task Guard::wait_until(bool meeting, bool owes, Poll poll) {
   auto last_progress = Clock::now();
   for (unsigned count = 0;; ++count) {
     const auto now = Clock::now();  // before polling: what arrived while this thread was not running still counts
@@ -137,10 +140,11 @@ Task Guard::wait_until(bool meeting, Poll poll) {
     }
     if (progress == Progress::kDone) co_return;
     if (progress == Progress::kNone) {
-      if (count % kPollsBetweenAnnouncements == 0) endpoint_.poll();
+      if (count % kPollsBetweenAnnouncements == 0 || endpoint_.rested()) endpoint_.poll();
       check_patience(meeting, now - last_progress);
     }
     if (!meeting) endpoint_.note_transfer();
+    if (owes) endpoint_.note_owing();
     co_await std::suspend_always{};
     if (endpoint_.has_failed()) endpoint_.check_usable();
   }

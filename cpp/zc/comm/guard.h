@@ -16,7 +16,7 @@
 
 namespace zc::comm {
 
-// All members are called from the progress thread, except the constructor. One collective at a time.
+// All members are called by the endpoint's driver, except the constructor. One collective at a time.
 class Guard {
  public:
   // ranks: the members' ranks in the job, in group order; index: this rank's place among them.
@@ -27,8 +27,8 @@ class Guard {
   int index() const { return index_; }
 
   // Exchanges headers, with up to kInlineBytes of payload, and compares them. Throws kComm when the ranks are not all
-  // in this call.
-  Task meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout);
+  // in this call. owes: peers need more of this rank than the header and the payload.
+  Task meet(const CallHeader& header, std::span<const std::byte> payload, std::chrono::milliseconds timeout, bool owes);
 
   // The payload that member `index` brought to the last meet().
   const std::byte* payload(int index) const { return heard(index).payload.data(); }
@@ -47,7 +47,7 @@ class Guard {
   static constexpr std::size_t kNumLanes = 4;
   void send(std::size_t lane, int index, const void* data, std::int64_t bytes);
   void receive(std::size_t lane, int index, void* data, std::int64_t bytes);
-  Task wait(std::size_t lane);  // throws kComm when a peer is lost
+  Task wait(std::size_t lane, bool owes = true);  // throws kComm when a peer is lost
 
   // After a failure: the ranks that came to the call and must find that it has failed, too.
   std::vector<int> also_failing() const;
@@ -71,7 +71,7 @@ class Guard {
   };
 
   template <class Poll>
-  Task wait_until(bool meeting, Poll poll);
+  Task wait_until(bool meeting, bool owes, Poll poll);
   Progress poll_meeting();
   void check_patience(bool meeting, Clock::duration waited);
   bool same_call() const;

@@ -43,7 +43,7 @@ class Transport {
   // was a send whose memory may still be read, until the process ends.
   virtual bool cancel(Request& request) noexcept = 0;
 
-  // Rung when a request may have been completed; null: nothing tells, and all calls must come from the same thread.
+  // Rung when a request may have been completed; null: nothing tells, so that a thread must look again and again.
   virtual Doorbell* doorbell() { return nullptr; }
 
   // --- Memory that peers read in place.

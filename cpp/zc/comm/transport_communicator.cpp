@@ -69,6 +69,7 @@ class TransportCommunicator final : public Communicator {
     copy_text(endpoint_->activity(), header.activity);
     copy_text(call.label, header.label);
     auto state = std::make_shared<Work::State>();
+    if (endpoint_->takes_help()) state->driver = endpoint_;
     endpoint_->post(context_,
                     [collectives = collectives_, operation, state] { return collectives->execute(operation, *state); });
     return Work(std::move(state));

@@ -1,14 +1,40 @@
 #include "zc/comm/work.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace zc::comm {
-
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A driver is held no longer at a time, so that its owner can end it.
+constexpr std::chrono::milliseconds kDriveTime{50};
 
 // Each waiter gets an exception of its own: threads must not share one.
 void raise(const std::optional<Error>& error) {
   if (error) throw Error(error->kind(), error->what(), error->errno_value());
+}
+
+// False: it is not done at `deadline`.
+bool wait_until(Work::State& state, Clock::time_point deadline) {
+  while (!state.done) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    if (const auto driver = state.driver.lock()) {
+      driver->drive(state, std::min(deadline, now + kDriveTime));
+    } else {
+      std::unique_lock lock(state.mutex);
+      const auto done = [&state] { return state.done.load(); };
+      if (deadline == Clock::time_point::max()) {
+        state.finished.wait(lock, done);
+      } else {
+        state.finished.wait_until(lock, deadline, done);
+      }
+    }
+  }
+  raise(state.error);
+  return true;
 }
 
 }  // namespace
@@ -17,31 +43,24 @@ void Work::State::complete(std::optional<Error> failure) {
   std::shared_ptr<void> released;  // destroyed outside the lock
   {
     std::lock_guard lock(mutex);
-    done = true;
     error = std::move(failure);
     released = std::move(kept);
+    done = true;
   }
   finished.notify_all();  // not under the lock, which the woken thread takes first of all
 }
 
 void Work::wait() const {
-  if (!state_) return;
-  std::unique_lock lock(state_->mutex);
-  state_->finished.wait(lock, [this] { return state_->done; });
-  raise(state_->error);
+  if (state_) wait_until(*state_, Clock::time_point::max());
 }
 
 bool Work::wait_for(std::chrono::milliseconds limit) const {
-  if (!state_) return true;
-  std::unique_lock lock(state_->mutex);
-  if (!state_->finished.wait_for(lock, limit, [this] { return state_->done; })) return false;
-  raise(state_->error);
-  return true;
+  return !state_ || wait_until(*state_, Clock::now() + limit);
 }
 
 bool Work::done() const {
-  if (!state_) return true;
-  std::lock_guard lock(state_->mutex);
+  if (!state_ || state_->done) return true;
+  if (const auto driver = state_->driver.lock()) driver->drive(*state_, Clock::time_point::min());
   return state_->done;
 }
 

@@ -1,6 +1,7 @@
 // A collective in flight.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -10,6 +11,8 @@
 #include "zc/base/error.h"
 
 namespace zc::comm {
+
+class Driver;
 
 // A value handle; copies share the state. The buffers named in the collective must stay alive and untouched until
 // wait() has returned or thrown.
@@ -30,17 +33,27 @@ class Work {
   void keep(std::shared_ptr<void> memory) const;
 
   struct State {
-    std::mutex mutex;
-    std::condition_variable finished;
-    bool done = false;
-    std::optional<Error> error;
-    std::shared_ptr<void> kept;
+    std::weak_ptr<Driver> driver{};  // which waiting threads help; empty: none that they could
+    std::mutex mutex{};
+    std::condition_variable finished{};
+    std::atomic<bool> done{false};
+    std::optional<Error> error{};
+    std::shared_ptr<void> kept{};
     void complete(std::optional<Error> failure = std::nullopt);
   };
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:
   std::shared_ptr<State> state_;
+};
+
+// Makes collectives go on.
+class Driver {
+ public:
+  virtual ~Driver() = default;
+
+  // On the calling thread, unless another is at it, until `state` is done or the time has come; at least once.
+  virtual void drive(Work::State& state, std::chrono::steady_clock::time_point deadline) = 0;
 };
 
 }  // namespace zc::comm
