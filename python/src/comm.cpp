@@ -10,6 +10,8 @@
 #include "zc/comm/missing_ranks.h"
 #include "zc/comm/mpi_transport.h"
 #include "zc/comm/self_communicator.h"
+#include "zc/comm/shm_transport.h"
+#include "zc/comm/transport_communicator.h"
 #include "zc/comm/watchdog.h"
 
 namespace py = pybind11;
@@ -31,6 +33,13 @@ void wait(const Work& work) {
   }
 }
 
+// A call may do the work at once, and ask another thread for its place when that fails.
+template <class Call>
+Work without_gil(Call call) {
+  py::gil_scoped_release unlocked;
+  return call();
+}
+
 // The blocking forms. Their memory lives on with the Work when a signal ends the wait.
 std::vector<py::bytes> gather_bytes(Communicator& comm, std::string_view data, std::string_view label) {
   struct Memory {
@@ -40,7 +49,7 @@ std::vector<py::bytes> gather_bytes(Communicator& comm, std::string_view data, s
   memory->in.resize(data.size());
   memory->out.resize(data.size() * static_cast<std::size_t>(comm.size()));
   if (!data.empty()) std::memcpy(memory->in.data(), data.data(), data.size());
-  const Work work = comm.gather_bytes(memory->in, memory->out, label);
+  const Work work = without_gil([&] { return comm.gather_bytes(memory->in, memory->out, label); });
   work.keep(memory);
   wait(work);
   std::vector<py::bytes> all;
@@ -54,7 +63,7 @@ std::vector<py::bytes> gather_bytes(Communicator& comm, std::string_view data, s
 std::vector<std::int64_t> all_reduce(Communicator& comm, std::vector<std::int64_t> values, zc::comm::ReduceOp op,
                                      std::string_view label) {
   auto memory = std::make_shared<std::vector<std::int64_t>>(std::move(values));
-  const Work work = comm.all_reduce(*memory, op, label);
+  const Work work = without_gil([&] { return comm.all_reduce(*memory, op, label); });
   work.keep(memory);
   wait(work);
   return *memory;
@@ -94,12 +103,12 @@ void bind_comm(py::module_& m) {
 
   py::class_<Work>(m, "Work", "A collective in flight. The memory it was given must stay alive until wait() is over.")
       .def("wait", &wait, "Blocks until the collective is done; raises what made it fail.")
-      .def("done", &Work::done);
+      .def("done", &Work::done, NoGil());
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "Collectives over a group of ranks.")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("backend", &Communicator::backend, "'self' or 'mpi'.")
+      .def_property_readonly("backend", &Communicator::backend, "'self', 'mpi' or 'shm'.")
       .def_property(
           "timeout_ms", [](const Communicator& self) { return self.timeout().count(); },
           [](Communicator& self, std::int64_t value) { self.set_timeout(milliseconds(value)); },
@@ -156,6 +165,19 @@ void bind_comm(py::module_& m) {
       },
       NoGil(), py::kw_only(), py::arg("plugin"), py::arg("fortran_handle"), py::arg("timeout_ms"),
       "The communicator over an MPI communicator that is used for nothing else.");
+  m.def(
+      "shm_communicator",
+      [](Communicator& over, std::int64_t timeout_ms) -> std::pair<std::shared_ptr<Communicator>, std::string> {
+        std::string reason;
+        const auto exchange = [&over](std::span<const std::byte> own, std::span<std::byte> all) {
+          over.gather_bytes(own, all, "ranks that share memory find each other").wait();
+        };
+        auto transport = zc::comm::connect_shm(over.rank(), over.size(), exchange, &reason);
+        if (transport == nullptr) return {nullptr, reason};
+        return {zc::comm::make_transport_communicator(std::move(transport), {milliseconds(timeout_ms)}), ""};
+      },
+      NoGil(), py::arg("over"), py::kw_only(), py::arg("timeout_ms"),
+      "A communicator of the same ranks through shared memory, and ''; or None and why not. Collective; blocks.");
   py::class_<zc::comm::Watchdog>(m, "Watchdog", "Ends the process, saying why, unless released in time.")
       .def(py::init([](std::int64_t timeout_ms, std::string prefix, std::string message, std::string rank_variable,
                        int size) {

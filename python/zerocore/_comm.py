@@ -1,4 +1,4 @@
-"""The communicator of this process: one rank alone, or a rank of an MPI job."""
+"""The communicator of this process: one rank alone, or a rank of a job that MPI starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from zerocore.errors import CommError, ConfigError
 
 DEFAULT_TIMEOUT_MS = 600_000
 
+# Takes the place of comm.backend where that is "auto": for runs whose script is left as it is.
+BACKEND = "ZC_COMM_BACKEND"
+BACKENDS = ("auto", "shm", "mpi")
+
 logger = logging.getLogger("zerocore")
 
 _lock = threading.Lock()
@@ -23,19 +27,21 @@ _world: Any = None
 _local_rank = 0
 
 
-def world(*, timeout_ms: int | None = None) -> Any:
+def world(*, timeout_ms: int | None = None, backend: str = "auto") -> Any:
     """The communicator over all ranks of the job, made on the first call, which is then collective.
 
     A process that no MPI launcher started is a job of one rank, and imports no MPI.
 
     Args:
         timeout_ms: how long a rank waits for its peers, in milliseconds; None leaves it as it is, 600000 at first.
+        backend: "shm", through shared memory; "mpi"; "auto": "shm" where all ranks reach each other so, else "mpi".
 
     Returns:
         A `zerocore._core.Communicator`, the same on every call.
 
     Raises:
-        ConfigError: launcher, MPI library and zerocore's build do not fit together, or there is no mpi4py.
+        ConfigError: launcher, MPI library and zerocore's build do not fit together, there is no mpi4py, or `backend`
+            cannot be had.
         CommError: other ranks do not come.
     """
     global _world, _local_rank
@@ -45,9 +51,14 @@ def world(*, timeout_ms: int | None = None) -> Any:
             if launch is None or launch.size == 1:
                 _world = _core.self_communicator(timeout_ms=timeout_ms or DEFAULT_TIMEOUT_MS)
             else:
-                _world, _local_rank = _open_mpi(launch, timeout_ms or DEFAULT_TIMEOUT_MS)
+                _world, _local_rank = _open(launch, timeout_ms or DEFAULT_TIMEOUT_MS, _wanted(backend))
         elif timeout_ms is not None:
             _world.timeout_ms = timeout_ms
+        if backend not in ("auto", _world.backend) and _world.size > 1:
+            raise ConfigError(
+                f"[comm] comm.backend comes too late: got {backend!r}, but the ranks are connected by "
+                f"{_world.backend!r} already. Set the environment variable {BACKEND}={backend} instead."
+            )
         return _world
 
 
@@ -57,7 +68,14 @@ def local_rank() -> int:
     return _local_rank
 
 
-def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
+def _wanted(backend: str) -> str:
+    wanted = os.environ.get(BACKEND, "auto") if backend == "auto" else backend
+    if wanted not in BACKENDS:
+        raise ConfigError(f"[comm] {BACKEND}: got {wanted!r}, expected {', '.join(BACKENDS)}.")
+    return wanted
+
+
+def _open(launch: Launch, timeout_ms: int, wanted: str) -> tuple[Any, int]:
     mpi = _start_mpi(launch, timeout_ms)
     library = _first_line(mpi.Get_library_version())
     if not mpi.Is_initialized() or mpi.Is_finalized():
@@ -76,7 +94,12 @@ def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
     local = launch.local_rank
     if local is None:
         local = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
-    communicator = _core.mpi_communicator(plugin=str(plugin), fortran_handle=comm.py2f(), timeout_ms=timeout_ms)
+    over = _core.mpi_communicator(plugin=str(plugin), fortran_handle=comm.py2f(), timeout_ms=timeout_ms)
+    try:
+        communicator = _connect(over, wanted, timeout_ms)
+    except ConfigError:  # on all ranks: each shall get to say it
+        _departure.attach(over)
+        raise
     _departure.attach(communicator)
     reason = communicator.watch_processes()
     if reason:
@@ -84,6 +107,27 @@ def _open_mpi(launch: Launch, timeout_ms: int) -> tuple[Any, int]:
             "[comm] a rank that is killed will be noticed after comm.timeout_ms (%d) only: %s.", timeout_ms, reason
         )
     return communicator, local
+
+
+def _connect(over: Any, wanted: str, timeout_ms: int) -> Any:
+    """A communicator through shared memory, made over MPI's; that one where this cannot be, or is not wanted."""
+    named = {each.decode().strip() for each in over.gather_bytes(wanted.ljust(8).encode(), "comm.backend")} - {"auto"}
+    if len(named) > 1:
+        raise ConfigError(
+            "[comm] ranks want different comm.backend: got both 'shm' and 'mpi', expected one. Give all ranks the same."
+        )
+    if "mpi" in named:
+        return over
+    communicator, reason = _core.shm_communicator(over, timeout_ms=timeout_ms)
+    if communicator is not None:
+        return communicator
+    if named:
+        raise ConfigError(
+            f"[comm] comm.backend: got 'shm', but not all ranks can share memory ({reason}). Start all ranks on one "
+            "node, or leave it at 'auto'."
+        )
+    logger.info("[comm] ranks talk over MPI, since not all of them can share memory (%s).", reason)
+    return over
 
 
 def _start_mpi(launch: Launch, timeout_ms: int) -> Any:

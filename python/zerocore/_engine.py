@@ -88,7 +88,7 @@ class Engine(WholeModel, Saving):
                 "block when the model is constructed."
             )
         unresolved = as_config(config)
-        world = comm if comm is not None else _comm.world(timeout_ms=unresolved.comm.timeout_ms)
+        world = comm if comm is not None else _comm.world(**dataclasses.asdict(unresolved.comm))
         self.config = unresolved.resolve(world.size)
         _core.set_num_threads(torch.get_num_threads())  # ranks share cores: the core takes as many as torch does
         self.comm = _core.shard_group(world)

@@ -1,7 +1,10 @@
-"""The world communicator over real MPI: the same conformance as tests/cpp/comm asks of the other backends."""
+"""The world communicator over real MPI and over shared memory: the conformance that tests/cpp/comm asks of backends."""
 
 import array
+import ctypes
+import functools
 import os
+import random
 import subprocess
 import sys
 
@@ -14,9 +17,19 @@ BF16_ONE, BF16_SMALL = 0x3F80, 0x3A80  # 1 and 2^-10
 LAUNCH_VARIABLES = ("PMI", "PMIX", "OMPI", "MPI_", "MV2", "HYDRA", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-@pytest.fixture
-def comm():
-    return _comm.world(timeout_ms=60_000)
+@functools.cache
+def mpi_world():
+    """Beside the job's communicator, which shares memory here."""
+    from mpi4py import MPI
+
+    plugin = _comm._plugin_path(MPI.Get_library_version())
+    return _core.mpi_communicator(plugin=str(plugin), fortran_handle=MPI.COMM_WORLD.Dup().py2f(), timeout_ms=60_000)
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def comm(request):
+    world = _comm.world(timeout_ms=60_000)
+    return world if request.param == "shm" else mpi_world()
 
 
 def view(values, dtype):
@@ -25,11 +38,11 @@ def view(values, dtype):
 
 
 @pytest.mark.ranks(2, 4)
-def test_place(comm, world_size):
-    assert (comm.backend, comm.size) == ("mpi", world_size)
+def test_place(comm, world_size, request):
+    assert (comm.backend, comm.size) == (request.node.callspec.params["comm"], world_size)
     assert comm.gather_bytes(bytes([comm.rank]), "ranks") == [bytes([r]) for r in range(world_size)]
     assert comm.all_reduce([_comm.local_rank()], _core.ReduceOp.sum, "local ranks") == [sum(range(world_size))]
-    assert _comm.world() is comm
+    assert (_comm.world() is comm) == (comm.backend == "shm")
 
 
 @pytest.mark.ranks(2, 4)
@@ -159,6 +172,27 @@ def test_wrong_arguments_are_errors_of_the_package(comm):
         comm.broadcast(view(three, _core.DType.fp32), 7, "broadcast")
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_backends_give_the_same_bits_from_memory_that_peers_read(dtype):
+    kind, numel, results = getattr(_core.DType, dtype), 100_003, []
+    for world in (_comm.world(), mpi_world()):
+        comm = world.split(0, world.rank)  # which has not staged anything
+        size = 4 if dtype == "fp32" else 2
+        memory = [comm.allocate(n) for n in (comm.size * numel * size, numel * 4, comm.size * numel * 4)]
+        bucket, shard, full = ((ctypes.c_char * len(memoryview(each))).from_buffer(each) for each in memory)
+        mask = int.from_bytes(b"\xff\xbf" * (len(bucket) // 2), "little")
+        bits = random.Random(comm.rank).getrandbits(8 * len(bucket))  # many magnitudes; no inf, no NaN
+        bucket.raw = (bits & mask).to_bytes(len(bucket), "little")
+        parts = [_core.BufferView(ctypes.addressof(bucket), comm.size * numel, kind)]
+        parts += [_core.BufferView(ctypes.addressof(each), len(each) // 4, _core.DType.fp32) for each in (shard, full)]
+        comm.reduce_scatter_add(parts[0], parts[1], "sum").wait()
+        comm.all_gather(parts[1], parts[2], "gather").wait()
+        assert (comm.staging_bytes() == 0) == (comm.backend == "shm")
+        results.append(full.raw)
+    assert results[0] == results[1]
+
+
 # How the process was started
 
 
@@ -263,3 +297,29 @@ def test_missing_mpi4py():
     assert code == 1
     assert "[comm] a job of several ranks needs mpi4py: an mpirun of the MPICH family started this process" in output
     assert "pip install 'zerocore[mpi]'" in output
+
+
+def test_a_backend_that_cannot_be_had(mpirun):
+    script = "from zerocore import _comm; print(_comm.world(backend={}).backend)"
+    for backend, variables, expected in [
+        ("'auto'", {}, "shm"),
+        ("'mpi'", {}, "mpi"),
+        ("'auto'", {"ZC_COMM_BACKEND": "mpi"}, "mpi"),
+        ("'shm'", {"ZC_COMM_BACKEND": "mpi"}, "shm"),
+    ]:
+        done = mpirun(2, "-c", script.format(backend), **variables)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.split() == [expected] * 2
+    done = mpirun(2, "-c", script.format("'auto'"), ZC_COMM_BACKEND="fast")
+    assert "ConfigError: [comm] ZC_COMM_BACKEND: got 'fast', expected auto, shm, mpi." in done.stdout
+    done = mpirun(
+        2,
+        "-c",
+        "import os; "
+        + script.format("['shm', 'mpi'][int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])]"),
+    )
+    assert "ConfigError: [comm] ranks want different comm.backend: got both 'shm' and 'mpi'" in done.stdout
+    late = "from zerocore import _comm; _comm.world(); _comm.world(backend='mpi')"
+    assert "[comm] comm.backend comes too late: got 'mpi', but the ranks are connected by 'shm'" in (
+        mpirun(2, "-c", late).stdout
+    )

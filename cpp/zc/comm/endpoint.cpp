@@ -25,6 +25,7 @@ constexpr std::chrono::microseconds kTransferYield{2000};
 // The doorbell wakes whoever sleeps; but not for a death, or a timeout.
 constexpr std::chrono::milliseconds kLongestNap{10};
 constexpr std::chrono::milliseconds kLookPeriod{100};
+constexpr std::chrono::hours kDoze{1};  // until the next call
 
 }  // namespace
 
@@ -56,6 +57,7 @@ Endpoint::~Endpoint() {
     stop_ = called_ = true;
     wake_.notify_all();
   }
+  if (doorbell_ != nullptr) doorbell_->ring(Doorbell::kSpare);
   thread_.join();
 }
 
@@ -80,31 +82,29 @@ void Endpoint::post(int context, std::function<Task()> start) {
     if (begun) wake_.notify_all();  // else the thread comes to it by itself
     return;
   }
-  if (!driver_.try_lock()) {
+  if (!take_driver()) {
     if (begun) doorbell_->ring();
     return;
   }
   {
-    std::lock_guard driving(driver_, std::adopt_lock);
     const DefaultFloatEnvironment environment;
     give_turns([this] { return !progress_; });
   }
-  hand_over();
+  give_driver();
 }
 
 void Endpoint::drive(Work::State& state, Clock::time_point deadline) {
   check_process();
   const auto enough = [&] { return state.done || Clock::now() >= deadline; };
   do {
-    ++num_waiting_;  // from here on, who stops driving hands over
-    if (driver_.try_lock()) {
+    ++num_waiting_;  // from here on, who stops driving calls the progress thread
+    if (take_driver()) {
       --num_waiting_;
       {
-        std::lock_guard driving(driver_, std::adopt_lock);
         const DefaultFloatEnvironment environment;
         if (!state.done) give_turns(enough);
       }
-      hand_over();
+      give_driver();
     } else {
       std::unique_lock lock(state.mutex);
       const auto until = std::min(deadline, Clock::now() + kLongestNap);
@@ -114,22 +114,39 @@ void Endpoint::drive(Work::State& state, Clock::time_point deadline) {
   } while (!enough());
 }
 
+bool Endpoint::take_driver() {
+  if (!driver_.try_lock()) return false;
+  if (doorbell_ != nullptr) doorbell_->ignore(Doorbell::kSpare);
+  return true;
+}
+
+// Peers, other threads or later calls may need what nobody drives now. Then the progress thread does: at once, or when
+// something arrives.
+void Endpoint::give_driver() {
+  const Doorbell::Ticket ticket = ticket_;
+  driver_.unlock();
+  {
+    std::lock_guard lock(mutex_);
+    called_ = stop_ || goodbye_ || (!queues_.empty() && (leaving_ || num_waiting_ > 0 || any_in(Posted::Stage::kNew)));
+    if (!called_ && is_needed()) {
+      doorbell_->listen(Doorbell::kSpare);
+      called_ = doorbell_->ticket() != ticket;  // something has arrived since the last turns
+    }
+    if (!called_ && !(dozing_ && !queues_.empty())) return;
+  }
+  doorbell_->ring(Doorbell::kSpare);
+}
+
+bool Endpoint::any_in(Posted::Stage stage) const {
+  return std::ranges::any_of(queues_, [stage](const auto& entry) { return entry.second.front().stage == stage; });
+}
+
 // Whether somebody must drive although nobody waits. Under mutex_.
 bool Endpoint::is_needed() const {
   if (queues_.empty()) return stop_ || goodbye_;
-  if (stop_ || leaving_ || num_waiting_ > 0 || doorbell_ == nullptr) return true;
-  return std::ranges::any_of(queues_,
-                             [](const auto& entry) { return entry.second.size() > 1 || entry.second.front().owes; });
-}
-
-// After driver_ has been given back.
-void Endpoint::hand_over() {
-  {
-    std::lock_guard lock(mutex_);
-    called_ = is_needed();
-    if (!called_ && !(dozing_ && !queues_.empty())) return;
-  }
-  wake_.notify_all();
+  return stop_ || leaving_ || num_waiting_ > 0 || doorbell_ == nullptr || any_in(Posted::Stage::kNew) ||
+         any_in(Posted::Stage::kOwing) ||
+         std::ranges::any_of(queues_, [](const auto& entry) { return entry.second.size() > 1; });
 }
 
 void Endpoint::run() {
@@ -139,8 +156,7 @@ void Endpoint::run() {
   for (;;) {
     rest(lock);
     if (stop_ && queues_.empty() && !goodbye_) break;
-    std::unique_lock driving(driver_, std::try_to_lock);
-    if (!driving) continue;  // who drives hands over
+    if (!take_driver()) continue;  // who drives calls, when it stops
     const bool only_looks = !is_needed();
     const bool has_turns = !queues_.empty();
     lock.unlock();
@@ -153,7 +169,7 @@ void Endpoint::run() {
     } else {
       say_goodbye();
     }
-    driving.unlock();
+    driver_.unlock();
     lock.lock();
     called_ = is_needed();
   }
@@ -167,14 +183,17 @@ void Endpoint::rest(std::unique_lock<std::mutex>& lock) {
     wake_.wait(lock, [this] { return is_needed(); });
     return;
   }
-  const auto called = [this] { return called_; };
-  while (!called_) {
-    dozing_ = true;
-    wake_.wait(lock, [this] { return called_ || !queues_.empty(); });
+  for (;;) {
+    const Doorbell::Ticket ticket = doorbell_->ticket();
+    if (std::exchange(called_, false)) return;
+    dozing_ = queues_.empty();
+    const std::chrono::milliseconds limit = dozing_ ? kDoze : kLookPeriod;
+    lock.unlock();
+    doorbell_->sleep(ticket, limit, Doorbell::kSpare);
+    lock.lock();
     dozing_ = false;
-    if (!wake_.wait_for(lock, kLookPeriod, called) && !queues_.empty()) return;
+    if (!queues_.empty()) return;
   }
-  called_ = false;
 }
 
 // Rounds of turns until enough() after one of them.
@@ -183,7 +202,7 @@ void Endpoint::give_turns(Enough enough) {
   rested_ = true;
   backoff_.reset(Clock::now());
   for (;;) {
-    const Doorbell::Ticket ticket = doorbell_ != nullptr ? doorbell_->ticket() : 0;
+    if (doorbell_ != nullptr) ticket_ = doorbell_->ticket();
     give_round();
     if (enough()) return;
     rested_ = false;
@@ -191,7 +210,7 @@ void Endpoint::give_turns(Enough enough) {
     if (progress_ || news_) {
       backoff_.reset(now);
     } else if (const auto time = backoff_.pause(now, transfer_ ? kTransferYield : kMeetingYield); time.count() > 0) {
-      sleep(ticket, time);
+      sleep(time);
     }
   }
 }
@@ -212,7 +231,7 @@ void Endpoint::give_round() {
       posted->task = posted->start();
       progress_ = true;
     }
-    posted->owes = owes_;
+    posted->stage = owes_ ? Posted::Stage::kOwing : Posted::Stage::kIdle;
     ended = ended || posted->done();
   }
   if (!ended) return;
@@ -226,9 +245,11 @@ void Endpoint::give_round() {
   news_ = true;
 }
 
-void Endpoint::sleep(Doorbell::Ticket ticket, std::chrono::microseconds time) {
+void Endpoint::sleep(std::chrono::microseconds time) {
   if (doorbell_ != nullptr) {
-    doorbell_->sleep(ticket, kLongestNap);
+    doorbell_->listen(Doorbell::kDriver);
+    doorbell_->sleep(ticket_, kLongestNap, Doorbell::kDriver);
+    doorbell_->ignore(Doorbell::kDriver);
     rested_ = true;
   } else {
     std::unique_lock lock(mutex_);
@@ -447,7 +468,7 @@ void Endpoint::leave(Departure departure, std::string_view reason, std::chrono::
       wake_.notify_all();
       place_asked_.notify_all();
     }
-    if (doorbell_ != nullptr) doorbell_->ring();
+    if (doorbell_ != nullptr) doorbell_->ring(Doorbell::kSpare);
     std::unique_lock lock(mutex_);
     goodbye_said_.wait_until(lock, deadline + std::chrono::seconds(1), [this] { return goodbye_done_; });
   } catch (...) {  // no memory left for a goodbye: peers find out by their own timeouts

@@ -148,8 +148,9 @@ class Endpoint final : public Driver {
   struct Posted {
     explicit Posted(std::function<Task()> start) : start(std::move(start)) {}
     std::function<Task()> start;
-    std::optional<Task> task{};  // once started; uses what `start` holds
-    std::atomic<bool> owes{true};
+    std::optional<Task> task{};                               // once started; uses what `start` holds
+    enum class Stage : std::uint8_t { kNew, kOwing, kIdle };  // kIdle: peers need nothing more for it
+    std::atomic<Stage> stage{Stage::kNew};
     bool done() const { return task && task->done(); }
   };
 
@@ -161,9 +162,11 @@ class Endpoint final : public Driver {
   template <class Enough>
   void give_turns(Enough enough);
   void give_round();
-  void sleep(Doorbell::Ticket ticket, std::chrono::microseconds time);
+  void sleep(std::chrono::microseconds time);
+  bool take_driver();
+  void give_driver();
+  bool any_in(Posted::Stage stage) const;
   bool is_needed() const;
-  void hand_over();
   void listen(int rank);
   void take(Slot& slot, int rank);
   void bury_dead();
@@ -189,7 +192,8 @@ class Endpoint final : public Driver {
   std::vector<CallId> entered_;  // and not ended
   std::vector<CallId> broken_;
   bool failed_ = false;
-  std::vector<Posted*> turns_;  // the first of each queue
+  std::vector<Posted*> turns_;   // the first of each queue
+  Doorbell::Ticket ticket_ = 0;  // from before this round
   Backoff backoff_;
   bool progress_ = false;  // in this round of turns
   bool transfer_ = false;

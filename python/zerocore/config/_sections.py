@@ -200,6 +200,8 @@ class CommConfig:
 
     timeout_ms: PositiveInt = 600_000
     """Milliseconds that a collective waits for a rank before it raises CommError."""
+    backend: Literal["auto", "shm", "mpi"] = "auto"
+    """What connects ranks: "shm", memory shared on one node; "mpi"; "auto": shm where all ranks reach each other so."""
 
 
 @schema("data")
