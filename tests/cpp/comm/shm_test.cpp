@@ -8,12 +8,17 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
-#include <numeric>
+#include <random>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/ranks.h"
@@ -261,6 +266,154 @@ TEST(ShmMemoryTest, TooMuchIsTheNamedError) {
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
   EXPECT_SAYS(error, "[comm] out of shared memory: got no 2097152 bytes: File too large");
   world[0]->allocate(2 << 20);
+}
+
+// --- Ranks that are processes
+
+// Forks `size` ranks, each of which runs body(comm) and ends with its result, or 99 where it throws.
+class Processes {
+ public:
+  Processes(int size, milliseconds timeout, const std::function<int(Communicator&)>& body) : meeting_(size) {
+    for (int rank = 0; rank < size; ++rank) {
+      const pid_t child = fork();
+      if (child == 0) _exit(run(rank, size, timeout, body));
+      children_.push_back(child);
+    }
+  }
+  ~Processes() {
+    for (const pid_t child : children_) {
+      if (child != 0) kill(child, SIGKILL);
+    }
+    for (const pid_t child : children_) {
+      if (child != 0) waitpid(child, nullptr, 0);
+    }
+  }
+
+  void send(int rank, int signal) const { kill(children_[static_cast<std::size_t>(rank)], signal); }
+
+  // The exit code, or minus the signal.
+  int wait(int rank) {
+    int status = 0;
+    waitpid(std::exchange(children_[static_cast<std::size_t>(rank)], 0), &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  }
+
+ private:
+  int run(int rank, int size, milliseconds timeout, const std::function<int(Communicator&)>& body) {
+    try {
+      const auto comm = make_transport_communicator(test::connect_shm(meeting_, rank, size), {timeout});
+      if (!comm->watch_processes().empty()) return 98;
+      return body(*comm);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      return 99;
+    }
+  }
+
+  test::Meeting meeting_;
+  std::vector<pid_t> children_;
+};
+
+constexpr int kNamed = 3;
+
+// Goes on until the group breaks; kNamed where the error says `part`.
+int train_until_it_breaks(Communicator& comm, std::string_view part) {
+  try {
+    const std::int64_t numel = 100'000;
+    Buffer<float> bucket(comm, comm.size() * numel, DType::kF32), shard(comm, numel, DType::kF32);
+    for (;;) {
+      const Work reduce = comm.reduce_scatter_add(bucket.view, shard.view, "bucket");
+      std::int64_t flag = comm.rank();
+      comm.all_reduce({&flag, 1}, ReduceOp::kMax, "flag").wait();
+      reduce.wait();
+      Buffer<float> full(comm, comm.size() * numel, DType::kF32);  // memory comes and goes
+      comm.all_gather(full.view, "weights").wait();
+    }
+  } catch (const Error& error) {
+    const bool named = std::string_view(error.what()).find(part) != std::string_view::npos;
+    if (!named) std::fprintf(stderr, "rank %d: %s\n", comm.rank(), error.what());
+    return named && error.kind() == ErrorKind::kComm ? kNamed : 1;
+  }
+}
+
+TEST(ShmProcessTest, AllCollectivesWorkBetweenProcesses) {
+  Processes ranks(3, kLong, [](Communicator& comm) {
+    const std::int64_t numel = 300'000;
+    Buffer<float> bucket(comm, 3 * numel, DType::kF32), shard(comm, numel, DType::kF32),
+        full(comm, 3 * numel, DType::kF32);
+    std::fill_n(bucket.view.as<float>(), 3 * numel, static_cast<float>(1 << comm.rank()));
+    std::vector<float> other(3 * static_cast<std::size_t>(numel), 1.0f);  // goes through the rings
+    for (int round = 1; round <= 20; ++round) {
+      comm.reduce_scatter_add(bucket.view, shard.view, "sum").wait();
+      comm.all_gather(shard.view, full.view, "gather").wait();
+      comm.broadcast({other.data(), 3 * numel, DType::kF32, {}}, round % 3, "staged").wait();
+      for (const std::int64_t at : {std::int64_t{0}, numel, 3 * numel - 1}) {
+        if (full[at] != static_cast<float>(7 * round)) return 1;
+      }
+    }
+    comm.leave(Departure::kEnded, "ended its script", kLong);
+    return 0;
+  });
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.wait(rank), 0);
+}
+
+TEST(ShmProcessTest, AKilledRankIsNamedByTheOthersWithinMoments) {
+  Processes ranks(3, kLong, [](Communicator& comm) { return train_until_it_breaks(comm, "rank 1 has died"); });
+  std::this_thread::sleep_for(milliseconds(300));
+  const auto start = Clock::now();
+  ranks.send(1, SIGKILL);
+  for (const int rank : {0, 2}) EXPECT_EQ(ranks.wait(rank), kNamed);
+  EXPECT_LT(Clock::now() - start, seconds(5));
+}
+
+TEST(ShmProcessTest, AStoppedRankIsNamedAfterTheTimeout) {
+  Processes ranks(2, milliseconds(700), [](Communicator& comm) {
+    return train_until_it_breaks(comm,
+                                 comm.rank() == 0 ? "[comm] timed out after 0.7 s in " : "rank 0 reports a failure");
+  });
+  std::this_thread::sleep_for(milliseconds(300));
+  ranks.send(1, SIGSTOP);
+  EXPECT_EQ(ranks.wait(0), kNamed);
+  ranks.send(1, SIGCONT);
+  EXPECT_NE(ranks.wait(1), 0);
+}
+
+int count_entries(const char* folder) {
+  int count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
+}
+
+bool has_listener() {
+  std::ifstream sockets("/proc/net/unix");
+  for (std::string line; std::getline(sockets, line);) {
+    if (line.find("@zerocore-") != std::string::npos) return true;
+  }
+  return false;
+}
+
+// ZC_TEST_KILLED_GROUPS=1000 for the long form.
+TEST(ShmProcessTest, KilledGroupsLeaveNothingBehind) {
+  const char* const wanted = std::getenv("ZC_TEST_KILLED_GROUPS");
+  const int num_groups = wanted != nullptr ? std::atoi(wanted) : 10;
+  const int files = count_entries("/dev/shm"), descriptors = num_descriptors();
+  std::minstd_rand random(7);
+  for (int group = 0; group < num_groups; ++group) {
+    const int size = 2 + group % 3;
+    Processes ranks(size, kLong, [](Communicator& comm) { return train_until_it_breaks(comm, "has died"); });
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 40'000));  // some while they still connect
+    const int first = static_cast<int>(random() % static_cast<unsigned>(size));
+    ranks.send(first, SIGKILL);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 10'000));
+  }  // and now the others, in whatever they are
+  EXPECT_EQ(num_descriptors(), descriptors);
+  const auto deadline = Clock::now() + seconds(10);  // tests beside this one have such things for a moment
+  while ((count_entries("/dev/shm") > files || has_listener()) && Clock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_LE(count_entries("/dev/shm"), files);
+  EXPECT_FALSE(has_listener());
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1);  // no process
 }
 
 }  // namespace
