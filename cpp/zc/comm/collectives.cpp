@@ -105,6 +105,7 @@ Task Collectives::read_in_place(int from, std::int64_t bytes, Read read) {
     if (offset > 0) co_await guard_.give_way();
     read(offset, std::min(kPieceBytes, bytes - offset));
   }
+  guard_.check_peers();  // one that has given up may have freed what was read
   for (int rank = 0; rank < guard_.size(); ++rank) {
     if (rank == guard_.index()) continue;
     if (from == Guard::kAll || from == guard_.index()) guard_.receive(receives(0), rank, nullptr, 0);

@@ -158,7 +158,7 @@ void Endpoint::run() {
     if (stop_ && queues_.empty() && !goodbye_) break;
     if (!take_driver()) continue;  // who drives calls, when it stops
     const bool only_looks = !is_needed();
-    const bool has_turns = !queues_.empty();
+    const bool has_turns = !queues_.empty(), leaves = !has_turns && goodbye_;  // else others have done it all
     lock.unlock();
     if (has_turns) {
       give_turns([this, only_looks] {
@@ -166,7 +166,7 @@ void Endpoint::run() {
         std::lock_guard relock(mutex_);
         return queues_.empty() || !is_needed();
       });
-    } else {
+    } else if (leaves) {
       say_goodbye();
     }
     driver_.unlock();

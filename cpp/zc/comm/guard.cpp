@@ -60,7 +60,10 @@ Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, s
   owes = owes || std::ranges::any_of(header_sends_, [](Transport::Request request) { return request != nullptr; });
   co_await wait_until(true, owes, [this] { return poll_meeting(); });
 
-  // A rank that comes late finds the headers of peers that have given this call up meanwhile.
+  check_peers();  // a rank that comes late finds the headers of peers that have given this call up meanwhile
+}
+
+void Guard::check_peers() {
   endpoint_.poll();
   int index = 0;
   if (const Endpoint::Peer* peer = lost_peer(false, &index)) fail_lost(*peer, index);

@@ -40,6 +40,8 @@ class Guard {
   Task map(std::vector<const std::byte*>* mapped, int from);
   static constexpr int kAll = -1;
 
+  void check_peers();  // throws kComm when one has given this call up
+
   Task give_way();  // to the rank's other communicators
 
   // Transfers of the current call, in a lane: a set of transfers that are waited for together. Payload lanes are

@@ -217,8 +217,10 @@ TEST_P(GroupsTest, ATransferThatAFailureElsewhereBreaksOffIsAnnounced) {
     std::vector<float> full(30'000, 1.0f);
     const Work transfer = comm.all_gather({full.data(), 30'000, DType::kF32, {}}, "weights");
     std::string reason;
-    if (comm.rank() != 0) EXPECT_FALSE(transfer.wait_for(milliseconds(200)));  // all have met
-    if (comm.rank() != 0) reason = error_of(group->barrier(comm.rank() == 1 ? "here" : "there"));
+    if (comm.rank() != 0) {
+      EXPECT_FALSE(transfer.wait_for(milliseconds(200)));  // all have met
+      reason = error_of(group->barrier(comm.rank() == 1 ? "here" : "there"));
+    }
     const std::string error = error_of(transfer);
     if (comm.rank() == 0) {
       EXPECT_SAYS(error, "reports a failure ([comm] ranks are in different collectives: rank 1 is in here");

@@ -188,6 +188,28 @@ TEST_P(ShmTest, BuffersAreTheCallersAgainAfterTheWait) {
   });
 }
 
+// The progress thread is called while the caller, who waits already, does the work.
+TEST_P(ShmTest, WhoeverDrivesNothingIsDoneTwice) {
+  run(GetParam(), [](Communicator& comm) {
+    const auto other = comm.split(0, comm.rank());
+    const std::int64_t n = comm.size(), numel = 20'000;
+    Buffer<float> full(comm, n * numel, DType::kF32);
+    for (int round = 0; round < 1000; ++round) {
+      full[comm.rank() * numel] = static_cast<float>(round + comm.rank());
+      if (round % n == comm.rank()) std::this_thread::sleep_for(std::chrono::microseconds(round % 300));
+      const Work gather = comm.all_gather(full.view, "gather");
+      if (round % 3 == 0) other->barrier("beside it").wait();
+      if (round % 5 == 0) std::this_thread::sleep_for(std::chrono::microseconds(round % 100));
+      gather.wait();
+      for (std::int64_t r = 0; r < n; ++r) ASSERT_EQ(full[r * numel], static_cast<float>(round + r));
+      ASSERT_EQ(comm.failure(), "");
+      comm.barrier("read").wait();
+    }
+    comm.leave(Departure::kEnded, "ended its script", kLong);
+    EXPECT_EQ(comm.failure(), "");
+  });
+}
+
 TEST_P(ShmTest, FreedMemoryIsLetGoOfByAll) {
   run(GetParam(), [](Communicator& comm) {
     const std::int64_t numel = 30'000;
