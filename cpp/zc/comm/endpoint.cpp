@@ -22,6 +22,8 @@ constexpr std::chrono::milliseconds kOwnPlaceLimit{200};
 constexpr std::chrono::milliseconds kPlacesLimit{1000};
 constexpr std::chrono::microseconds kMeetingYield{50};
 constexpr std::chrono::microseconds kTransferYield{2000};
+// Peers are often as far as this rank; to wait so long for them is cheaper than to have the progress thread called.
+constexpr std::chrono::microseconds kPatience{2};
 // The doorbell wakes whoever sleeps; but not for a death, or a timeout.
 constexpr std::chrono::milliseconds kLongestNap{10};
 constexpr std::chrono::milliseconds kLookPeriod{100};
@@ -88,7 +90,8 @@ void Endpoint::post(int context, std::function<Task()> start) {
   }
   {
     const DefaultFloatEnvironment environment;
-    give_turns([this] { return !progress_; });
+    const auto until = Clock::now() + kPatience;
+    give_turns([&] { return !progress_ && (!any_owes_ || Clock::now() >= until); });
   }
   give_driver();
 }
@@ -216,7 +219,7 @@ void Endpoint::give_turns(Enough enough) {
 }
 
 void Endpoint::give_round() {
-  progress_ = transfer_ = false;
+  progress_ = transfer_ = any_owes_ = false;
   if (news_.exchange(false)) {
     std::lock_guard lock(mutex_);
     turns_.clear();
@@ -231,6 +234,7 @@ void Endpoint::give_round() {
       posted->task = posted->start();
       progress_ = true;
     }
+    any_owes_ = any_owes_ || owes_;
     posted->stage = owes_ ? Posted::Stage::kOwing : Posted::Stage::kIdle;
     ended = ended || posted->done();
   }

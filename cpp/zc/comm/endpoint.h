@@ -197,6 +197,7 @@ class Endpoint final : public Driver {
   Backoff backoff_;
   bool progress_ = false;  // in this round of turns
   bool transfer_ = false;
+  bool any_owes_ = false;
   bool owes_ = false;  // in this turn
   bool rested_ = false;
 
