@@ -15,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -240,6 +241,25 @@ TEST_P(ShmTest, FreedMemoryIsLetGoOfByAll) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmTest, testing::Values(1, 2, 3, 4));
+
+TEST(ShmConnectTest, AllRanksLearnWhoCannotReachWhom) {
+  test::Meeting meeting(3);
+  std::vector<std::string> reasons(3);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      bool first = true;
+      const auto exchange = [&](std::span<const std::byte> own, std::span<std::byte> all) {
+        meeting.exchange(rank, own, all);
+        if (rank == 2 && first) all[own.size()] ^= std::byte{1};  // rank 1's name, as from another node
+        first = false;
+      };
+      EXPECT_EQ(connect_shm(rank, 3, exchange, &reasons[static_cast<std::size_t>(rank)]), nullptr);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& reason : reasons) EXPECT_EQ(reason, "rank 2: it cannot reach rank 1: Connection refused");
+}
 
 TEST(ShmMemoryTest, OutlivesItsCommunicator) {
   Memory memory;
