@@ -87,6 +87,7 @@ def test_the_keys_are_these():
         "checkpoint.async_save",
         "checkpoint.keep_last",
         "comm.timeout_ms",
+        "comm.backend",
         "data.shuffle",
         "data.drop_last",
         "data.num_workers",
