@@ -117,9 +117,9 @@ void bind_comm(py::module_& m) {
           "allocate", [](Communicator& self, std::int64_t bytes) { return PyMemory{self.allocate(bytes), bytes}; },
           py::arg("bytes"), "Zeroed memory that peers may read.")
       .def("reduce_scatter_add", &Communicator::reduce_scatter_add, NoGil(), py::arg("bucket"), py::arg("shard"),
-           py::arg("label"),
+           py::arg("label"), py::arg("first") = false,
            "shard += this rank's slice of every rank's bucket, in rank order, rounded to the shard's dtype after each "
-           "addition. Both: fp32, fp16 or bf16. Returns a Work.")
+           "addition. Both: fp32, fp16 or bf16. first: the shard counts as +0, whatever it holds. Returns a Work.")
       .def("all_gather", py::overload_cast<zc::BufferView, std::string_view>(&Communicator::all_gather), NoGil(),
            py::arg("full"), py::arg("label"), "Fills the other ranks' slices of `full` in place. Returns a Work.")
       .def("all_gather", py::overload_cast<zc::BufferView, zc::BufferView, std::string_view>(&Communicator::all_gather),

@@ -68,7 +68,7 @@ Task Collectives::run(const Operation& operation) {
   co_await guard_.meet(header, payload, operation.timeout, !rides);
   switch (op) {
     case Op::kReduceScatterAdd:
-      co_await reduce_scatter_add(in, out);
+      co_await reduce_scatter_add(in, out, operation.first);
       break;
     case Op::kAllGather:
       co_await gather(in, out.as<std::byte>());
@@ -145,7 +145,7 @@ Task Collectives::exchange(std::int64_t bytes, std::int64_t piece_bytes, Source 
   co_await guard_.wait(sends(1));
 }
 
-Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView& shard) {
+Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView& shard, bool first) {
   auto* data = bucket.as<std::byte>();
   const std::int64_t element = size_bytes(bucket.dtype);
   const std::int64_t bytes = shard.numel * element;
@@ -156,7 +156,8 @@ Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView&
         const auto at = static_cast<std::size_t>(rank);
         sources[at] = (rank == guard_.index() ? data : mapped_[at]) + guard_.index() * bytes + offset;
       }
-      device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
+      device::fold(device::cpu_kernels(), sources, bucket.dtype, shard.slice(offset / element, count / element), first,
+                   {});
     };
     co_await read_in_place(Guard::kAll, bytes, fold_pieces);
     co_return;
@@ -168,7 +169,8 @@ Task Collectives::reduce_scatter_add(const BufferView& bucket, const BufferView&
       sources[static_cast<std::size_t>(rank)] =
           rank == guard_.index() ? data + rank * bytes + offset : staging(slot, rank);
     }
-    device::cpu_kernels().fold(sources, bucket.dtype, shard.slice(offset / element, count / element), {});
+    device::fold(device::cpu_kernels(), sources, bucket.dtype, shard.slice(offset / element, count / element), first,
+                 {});
   };
   co_await exchange(bytes, kStagedPieceBytes, source, target, fold);
 }

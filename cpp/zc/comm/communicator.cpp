@@ -67,7 +67,7 @@ void Communicator::set_timeout(std::chrono::milliseconds timeout) {
 
 Memory Communicator::allocate(std::int64_t bytes) { return allocate_host(bytes); }
 
-Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label) {
+Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first) {
   check_memory("reduce_scatter_add", "bucket", bucket);
   check_memory("reduce_scatter_add", "shard", shard);
   ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ",
@@ -77,7 +77,7 @@ Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::
   ZC_CHECK(bucket.numel == shard.numel * size_, kInternal, "[comm] reduce_scatter_add: bucket length: got ",
            bucket.numel, " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ",
            shard.numel, ")");
-  return submit({.op = Op::kReduceScatterAdd, .in = bucket, .out = shard, .label = label});
+  return submit({.op = Op::kReduceScatterAdd, .first = first, .in = bucket, .out = shard, .label = label});
 }
 
 Work Communicator::all_gather(BufferView full, std::string_view label) {

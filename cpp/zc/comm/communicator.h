@@ -60,8 +60,8 @@ class Communicator {
 
   // The ordered fold. bucket: size() slices of shard.numel elements. Both: fp32, fp16 or bf16. For r in 0..size()-1, in
   // this order: shard += slice rank() of rank r's bucket, in fp32, rounded to the shard's dtype after each addition.
-  // The bucket is left as it was.
-  Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label);
+  // The bucket is left as it was. first: the shard counts as +0, whatever it holds.
+  Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first = false);
 
   // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.
   Work all_gather(BufferView full, std::string_view label);
@@ -128,6 +128,7 @@ class Communicator {
     Op op = Op::kBarrier;
     ReduceOp reduce = ReduceOp::kSum;
     int root = 0;
+    bool first = false;
     BufferView in{};
     BufferView out{};
     std::uint64_t sequence = 0;

@@ -43,7 +43,7 @@ class SelfCommunicator final : public Communicator {
     if (call.op == Op::kReduceScatterAdd) {
       const DefaultFloatEnvironment environment;
       const void* const source = call.in.data;
-      device::cpu_kernels().fold({&source, 1}, call.in.dtype, call.out, {});
+      device::fold(device::cpu_kernels(), {&source, 1}, call.in.dtype, call.out, call.first, {});
     } else if (call.in.bytes() > 0 && call.in.data != call.out.data) {  // a gather
       std::memmove(call.out.data, call.in.data, static_cast<std::size_t>(call.in.bytes()));
     }

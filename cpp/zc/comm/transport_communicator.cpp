@@ -56,7 +56,7 @@ class TransportCommunicator final : public Communicator {
  private:
   Work run(const Call& call) override {
     endpoint_->check_process();
-    Operation operation{.in = call.in, .out = call.out, .timeout = timeout()};
+    Operation operation{.in = call.in, .out = call.out, .first = call.first, .timeout = timeout()};
     CallHeader& header = operation.header;
     header.fingerprint = call.fingerprint;
     header.sequence = call.sequence;

@@ -71,6 +71,16 @@ class Kernels {
                    const OptimizerBuffers& buffers, Stream stream) = 0;
 };
 
+// The fold, into an accumulator that holds something or, `first`, one that counts as +0.
+inline void fold(Kernels& kernels, std::span<const void* const> in, DType dtype, BufferView acc, bool first,
+                 Stream stream) {
+  if (first) {
+    kernels.fold_first(in, dtype, acc, stream);
+  } else {
+    kernels.fold(in, dtype, acc, stream);
+  }
+}
+
 // The CPU implementation; one instance a process.
 Kernels& cpu_kernels();
 

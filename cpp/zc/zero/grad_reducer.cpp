@@ -157,8 +157,7 @@ void GradReducer::launch(int bucket, bool late_only) {
     grad = {};
   }
   if (!alone) {
-    settle(bucket);  // the collective adds
-    buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b]);
+    buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first);
     buffer->work.keep(std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_));
   }
   launched_[b] = 1;
@@ -178,11 +177,7 @@ void GradReducer::fold_here(BufferView acc, BufferView grad, bool first) {
     grad = rounded;
   }
   const void* source[] = {grad.data};
-  if (first) {
-    device_.kernels().fold_first(source, dtype_, acc, {});
-  } else {
-    device_.kernels().fold(source, dtype_, acc, {});
-  }
+  device::fold(device_.kernels(), source, dtype_, acc, first, {});
 }
 
 void GradReducer::agree_on_record() {
