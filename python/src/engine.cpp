@@ -206,7 +206,7 @@ void bind_engine(py::module_& m) {
   engine
       .def(py::init([](std::shared_ptr<zc::comm::Communicator> comm, std::vector<zc::zero::ParamSpec> params,
                        std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel, int num_grad_buffers,
-                       zc::DType reduce_dtype, zc::DType accumulate_dtype,
+                       zc::DType reduce_dtype, zc::DType accumulate_dtype, bool share_parameters,
                        std::vector<std::pair<std::string, int>> units, std::int64_t max_live_numel,
                        std::int64_t max_reuse_numel, std::int64_t prefetch_numel) {
              zc::engine::Options options{stage,
@@ -214,6 +214,7 @@ void bind_engine(py::module_& m) {
                                          num_grad_buffers,
                                          reduce_dtype,
                                          accumulate_dtype,
+                                         share_parameters,
                                          {},
                                          {max_live_numel, max_reuse_numel, prefetch_numel}};
              for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
@@ -222,7 +223,8 @@ void bind_engine(py::module_& m) {
            }),
            NoGil(), py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
            py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
-           py::arg("units"), py::arg("max_live_numel"), py::arg("max_reuse_numel"), py::arg("prefetch_numel"))
+           py::arg("share_parameters"), py::arg("units"), py::arg("max_live_numel"), py::arg("max_reuse_numel"),
+           py::arg("prefetch_numel"))
       .def("allocate_states", static_cast<void (StepEngine::*)()>(&StepEngine::allocate_states), NoGil())
       .def("param_memory",
            [](const StepEngine& self, int param) {

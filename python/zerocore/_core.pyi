@@ -175,6 +175,7 @@ class StepEngine:
         num_grad_buffers: SupportsIndex,
         reduce_dtype: DType,
         accumulate_dtype: DType,
+        share_parameters: bool,
         units: Sequence[tuple[str, SupportsIndex]],
         max_live_numel: SupportsIndex,
         max_reuse_numel: SupportsIndex,

@@ -104,6 +104,7 @@ class ModelParams(_released.NotPickled):
             num_grad_buffers=_NUM_GRAD_BUFFERS,
             reduce_dtype=_tensor.DTYPES[reduce_dtype],
             accumulate_dtype=_tensor.DTYPES[DTYPES[precision.accumulate_dtype]],
+            share_parameters=config.zero.share_parameters,
             units=[(unit.name or type(model).__name__, -1 if unit.parent is None else unit.parent) for unit in units],
             max_live_numel=config.zero.max_live_numel,
             max_reuse_numel=config.zero.max_reuse_numel,

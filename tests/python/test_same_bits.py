@@ -157,6 +157,13 @@ def test_stage_3_however_it_is_set(name, setting, world_size):
     check(name, stages=(3,), **STAGE3[setting])
 
 
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["odd", "t5"])
+def test_shared_parameters(name, dtype, world_size):
+    check(name, stages=(1, 2), dtype=dtype, zero={"share_parameters": True})
+
+
 PRECISIONS = {
     "bf16 kept, fp32 used": {"dtype": "bf16", "compute_dtype": "fp32"},
     "fp32 kept, bf16 used": {"dtype": "fp32", "compute_dtype": "bf16"},

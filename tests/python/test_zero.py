@@ -516,10 +516,10 @@ def test_state_dict_equals_the_plain_one_and_can_be_loaded(precision, world_size
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "share"), [(0, False), (2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("root", [0, -1])
-def test_gathered_parameters_takes_over_the_modifier_ranks_values(stage, root, world_size):
-    engine = build(stage=stage, precision={"dtype": "bf16"})
+def test_gathered_parameters_takes_over_the_modifier_ranks_values(stage, share, root, world_size):
+    engine = build(stage=stage, share_parameters=share, precision={"dtype": "bf16"})
     root %= world_size
     weight = engine.module.head.weight
     before = utils.safe_get_full_fp32_param(engine.module.embed.weight)
@@ -580,9 +580,9 @@ def test_a_step_inside_unsharded_is_an_error():
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_states_can_be_read_and_written_whole_and_in_parts(stage, world_size):
-    engine = build(stage=stage, precision={"dtype": "bf16"})
+@pytest.mark.parametrize(("stage", "share"), [(0, False), (1, False), (1, True), (3, False)])
+def test_states_can_be_read_and_written_whole_and_in_parts(stage, share, world_size):
+    engine = build(stage=stage, share_parameters=share, precision={"dtype": "bf16"})
     weight = engine.module.blocks[0][0].weight
     engine.backward(engine(TOKENS))
     grad = utils.safe_get_full_grad(weight)
@@ -613,6 +613,29 @@ def test_states_can_be_read_and_written_whole_and_in_parts(stage, world_size):
         utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(1)))
     with pytest.raises(ConfigError, match="there is no gradient"):
         utils.safe_get_full_grad(weight)
+
+
+# Parameters that exist once
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_are_shared_in_stages_1_and_2_only(stage):
+    with pytest.raises(ConfigError, match=rf"share_parameters: got stage {stage}, expected 1 or 2"):
+        build(stage=stage, share_parameters=True)
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_one_rank_writes_to_shared_parameters_all_see(world_size):
+    engine = build(stage=2, share_parameters=True)
+    weight = engine.module.head.weight
+    engine.comm.barrier("built").wait()
+    if engine.rank == world_size - 1:
+        with torch.no_grad():
+            weight.fill_(0.5)
+    engine.comm.barrier("written").wait()
+    assert weight.eq(0.5).all()
+    numel = sum(p.numel() for p in engine.module.parameters())
+    assert engine.memory_report()["parameters"] == pytest.approx(4 * numel / world_size, rel=0.1)
 
 
 # Building models already sharded

@@ -67,6 +67,12 @@ void Communicator::set_timeout(std::chrono::milliseconds timeout) {
 
 Memory Communicator::allocate(std::int64_t bytes) { return allocate_host(bytes); }
 
+Memory Communicator::allocate_shared(std::int64_t bytes, std::string_view /*label*/) {
+  ZC_CHECK(size_ == 1, kUnsupported, "[comm] memory that ranks share: got ranks connected by ", backend(),
+           ", expected ranks of one node, connected by \"shm\". Let each rank have its own.");
+  return allocate(bytes);
+}
+
 Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first) {
   check_memory("reduce_scatter_add", "bucket", bucket);
   check_memory("reduce_scatter_add", "shard", shard);

@@ -58,6 +58,11 @@ class Communicator {
   // Zeroed memory that peers may read, aligned to 64 bytes.
   virtual Memory allocate(std::int64_t bytes);
 
+  // Zeroed memory, aligned to 64 bytes, that is one and the same for all ranks of the group: each sees what the others
+  // write. It lives until the last of them frees it. Throws kUnsupported where ranks have no memory in common.
+  // Collective; blocks.
+  virtual Memory allocate_shared(std::int64_t bytes, std::string_view label);
+
   // The ordered fold. bucket: size() slices of shard.numel elements. Both: fp32, fp16 or bf16. For r in 0..size()-1, in
   // this order: shard += slice rank() of rank r's bucket, in fp32, rounded to the shard's dtype after each addition.
   // The bucket is left as it was. first: the shard counts as +0, whatever it holds.

@@ -19,6 +19,12 @@ namespace {
 
 constexpr const char* kWayOut = ". Use more ranks, a higher ZeRO stage or a smaller model.";
 
+Memory own(Mapping mapping) {
+  auto held = std::make_shared<Mapping>(std::move(mapping));
+  std::byte* const data = held->data();
+  return Memory(std::move(held), data);
+}
+
 // What the machine can give: a memory file may grow beyond it, and then processes are killed.
 std::int64_t available_bytes() {
   std::ifstream file("/proc/meminfo");
@@ -180,6 +186,27 @@ const std::byte* ShmMemory::map(int rank, const Place& place) {
   return found->second.data() + place.offset;
 }
 
+Memory ShmMemory::share(std::int64_t bytes, std::span<const int> peers, std::uint32_t* number) {
+  auto file = std::make_shared<Descriptor>(make_memory_file(bytes));
+  Memory memory = own(Mapping(*file, bytes, Mapping::Access::kWrite));
+  std::lock_guard lock(mutex_);
+  *number = ++num_segments_;
+  for (const int rank : peers) {
+    Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    if (peer.socket) peer.outgoing.push_back({{Kind::kShared, *number, bytes}, file});
+  }
+  send_to_all();
+  return memory;
+}
+
+Memory ShmMemory::adopt(int rank, std::uint32_t number) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  hear_from(peer);
+  auto offered = peer.offered.extract(number);
+  return offered.empty() ? nullptr : own(std::move(offered.mapped()));
+}
+
 void ShmMemory::poll() {
   if (!waiting_) return;
   std::lock_guard lock(mutex_);
@@ -233,6 +260,10 @@ bool ShmMemory::hear_one(Peer& peer) {
   }
   ZC_CHECK(file, kDevice, "[comm] no descriptor is left for a peer's memory: got none, expected one for a moment. ",
            "Raise the limit of open files (ulimit -n).");
+  if (note.kind == Kind::kShared) {
+    peer.offered.emplace(note.segment, Mapping(file, note.bytes, Mapping::Access::kWrite));
+    return true;
+  }
   Mapping mapping(file, note.bytes, Mapping::Access::kRead);
   mapping.hide_from_children();
   peer.segments.emplace(note.segment, std::move(mapping));

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -59,6 +60,10 @@ class ShmMemory : public std::enable_shared_from_this<ShmMemory> {
   Place locate(const void* data, std::int64_t bytes);
   const std::byte* map(int peer, const Place& place);
 
+  // As Transport::share() and adopt().
+  Memory share(std::int64_t bytes, std::span<const int> peers, std::uint32_t* number);
+  Memory adopt(int peer, std::uint32_t number);
+
   // Sends what had to wait for room. Cheap where there is nothing.
   void poll();
 
@@ -66,7 +71,7 @@ class ShmMemory : public std::enable_shared_from_this<ShmMemory> {
   void close();
 
  private:
-  enum class Kind : std::uint32_t { kMemory, kFreed };
+  enum class Kind : std::uint32_t { kMemory, kFreed, kShared };
   struct Note {
     Kind kind;
     std::uint32_t segment;
@@ -74,7 +79,7 @@ class ShmMemory : public std::enable_shared_from_this<ShmMemory> {
   };
   struct Outgoing {
     Note note;
-    std::shared_ptr<Descriptor> file;  // of kMemory
+    std::shared_ptr<Descriptor> file;  // of kMemory and kShared
   };
   struct Segment {
     std::uint32_t number;
@@ -85,6 +90,7 @@ class ShmMemory : public std::enable_shared_from_this<ShmMemory> {
     Descriptor socket;
     std::deque<Outgoing> outgoing;
     std::unordered_map<std::uint32_t, Mapping> segments;
+    std::unordered_map<std::uint32_t, Mapping> offered;  // to be adopted
   };
 
   void free(const std::byte* data) noexcept;

@@ -187,6 +187,10 @@ class ShmTransport final : public Transport {
   Memory allocate(std::int64_t bytes) override { return bytes < kSmallestSegment ? nullptr : memory_->allocate(bytes); }
   Place locate(const void* data, std::int64_t bytes) override { return memory_->locate(data, bytes); }
   const std::byte* map(int peer, const Place& place) override { return memory_->map(peer, place); }
+  Memory share(std::int64_t bytes, std::span<const int> peers, std::uint32_t* number) override {
+    return memory_->share(bytes, peers, number);
+  }
+  Memory adopt(int peer, std::uint32_t number) override { return memory_->adopt(peer, number); }
 
  private:
   ShmInbox inbox(int rank) const { return ShmInbox(inboxes_[static_cast<std::size_t>(rank)].data()); }

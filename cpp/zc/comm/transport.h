@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "zc/base/memory.h"
 #include "zc/comm/doorbell.h"
@@ -56,6 +57,15 @@ class Transport {
 
   // Memory of a peer, for as long as the peer does not free it; null: not known yet, ask again.
   virtual const std::byte* map(int /*peer*/, const Place& /*place*/) { return nullptr; }
+
+  // Zeroed memory that each of `peers` may adopt() once, under *number: it is the same for all of them then, and lives
+  // until the last one frees it. Null: this backend has no such memory.
+  virtual Memory share(std::int64_t /*bytes*/, std::span<const int> /*peers*/, std::uint32_t* /*number*/) {
+    return nullptr;
+  }
+
+  // Null: not arrived yet, ask again.
+  virtual Memory adopt(int /*peer*/, std::uint32_t /*number*/) { return nullptr; }
 };
 
 }  // namespace zc::comm

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <numeric>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include "zc/base/error.h"
@@ -25,6 +28,40 @@ class TransportCommunicator final : public Communicator {
   Memory allocate(std::int64_t bytes) override {
     Memory memory = endpoint_->transport().allocate(bytes);
     return memory != nullptr ? memory : Communicator::allocate(bytes);
+  }
+
+  Memory allocate_shared(std::int64_t bytes, std::string_view label) override {
+    std::uint32_t number = 0;
+    Memory memory;
+    std::optional<Error> failure;
+    if (rank() == 0) {
+      std::vector<int> peers(ranks_.begin() + 1, ranks_.end());
+      try {
+        memory = endpoint_->transport().share(std::max<std::int64_t>(bytes, 1), peers, &number);
+      } catch (const Error& error) {
+        failure = error;  // told to all, below
+      }
+    }
+    struct Offer {
+      std::uint32_t number;
+      std::uint32_t failed;
+    };
+    const Offer own{number, failure.has_value()};
+    std::vector<Offer> all(static_cast<std::size_t>(size()));
+    gather_bytes(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)), label).wait();
+    if (failure) throw *failure;
+    ZC_CHECK(!all[0].failed, kDevice, "[comm] rank ", ranks_[0], " got no ", bytes,
+             " bytes of memory for all ranks. Look at its error.");
+    if (all[0].number == 0) return Communicator::allocate_shared(bytes, label);
+    const auto deadline = std::chrono::steady_clock::now() + timeout();
+    while (memory == nullptr) {
+      memory = endpoint_->transport().adopt(ranks_[0], all[0].number);
+      if (memory != nullptr) break;
+      ZC_CHECK(std::chrono::steady_clock::now() < deadline, kComm, "[comm] timed out after ", timeout().count(),
+               " ms: memory that rank ", ranks_[0], " shares has not arrived. Look at the output of that rank.");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return memory;
   }
 
   const char* backend() const override { return endpoint_->transport().name(); }

@@ -47,6 +47,9 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
   ZC_CHECK(options.stage >= 0 && options.stage <= 3, kInternal, "[engine] ZeRO stage ", options.stage);
   ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers,
            " buffers");
+  ZC_CHECK(!options.share_parameters || (policy_.shard_optimizer && options.stage < 3), kConfig,
+           "[engine] zero.share_parameters: got stage ", options.stage,
+           ", expected 1 or 2: below, each rank updates all parameters; above, none has them all. Leave it out.");
   gather_comm_ = options.units.empty() ? comm_ : comm_->split(0, comm_->rank());
   buckets_.resize(layout_.buckets().size());
   for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_params(static_cast<int>(b));
@@ -71,8 +74,15 @@ void StepEngine::allocate_params(int index) {
   gather_labels_.push_back("gather " + bucket.label);
   bucket.shard_offset = comm_->rank() * layout.shard_numel;
   bucket.kept_offset = layout.sharded ? bucket.shard_offset : 0;
-  bucket.params = allocate(layout.sharded ? layout.shard_numel : layout.numel, layout.dtype,
-                           layout.trainable ? "parameters" : "frozen_parameters", true);
+  const char* what = layout.trainable ? "parameters" : "frozen_parameters";
+  if (options_.share_parameters) {
+    const std::int64_t bytes = layout.numel * size_bytes(layout.dtype);
+    memory_->push_back(comm_->allocate_shared(bytes, "share " + bucket.label));
+    bytes_[what] += bytes / comm_->size();
+    bucket.params = {memory_->back().get(), layout.numel, layout.dtype, device_.id()};
+  } else {
+    bucket.params = allocate(layout.sharded ? layout.shard_numel : layout.numel, layout.dtype, what, true);
+  }
   param_memory_.push_back(memory_->back());
   if (!layout.trainable) return;
   bucket.owned_offset = policy_.shard_optimizer ? bucket.shard_offset : 0;
@@ -88,7 +98,8 @@ void StepEngine::allocate_states(int index) {
   const zero::BucketLayout& layout = layout_.buckets()[static_cast<std::size_t>(index)];
   zero::Bucket& bucket = buckets_[static_cast<std::size_t>(index)];
   if (!layout.trainable) return;
-  bucket.grads = allocate(bucket.master.numel, options_.accumulate_dtype, "gradient_accumulator", true);
+  const bool gathered = !policy_.shard_grads && comm_->size() > 1;
+  bucket.grads = allocate(bucket.master.numel, options_.accumulate_dtype, "gradient_accumulator", gathered);
   bucket.grad_shard = bucket.grads.slice(bucket.shard_offset - bucket.owned_offset, layout.shard_numel);
   for (int s = 0; s < optimizer_.num_states(); ++s) {
     bucket.states[static_cast<std::size_t>(s)] = allocate(bucket.master.numel, DType::kF32, "optimizer_state", false);
@@ -120,6 +131,8 @@ void StepEngine::load_param(int param, BufferView values) {
   if (spec.trainable && spec.dtype != DType::kF32) {
     copy_overlap(values, at.offset, bucket.master, bucket.owned_offset);
   }
+  // Nobody's next write shall come before another's of this one.
+  if (options_.share_parameters) comm_->barrier("load shared parameter").wait();
 }
 
 void StepEngine::reload_master(int param) {
@@ -203,7 +216,16 @@ void StepEngine::write_owned_state(int param, StateKind kind, BufferView values)
   if (kind != StateKind::kMaster) return;
   copy_overlap(values, at.offset + range.begin, bucket.params, bucket.kept_offset);
   const auto b = static_cast<std::size_t>(at.bucket);
-  if (gathers_after_update(b)) comm_->all_gather(bucket.params, gather_labels_[b]).wait();
+  make_whole(b);
+}
+
+void StepEngine::make_whole(std::size_t b) {
+  if (!gathers_after_update(b)) return;
+  if (options_.share_parameters) {
+    comm_->barrier(gather_labels_[b]).wait();
+  } else {
+    comm_->all_gather(buckets_[b].params, gather_labels_[b]).wait();
+  }
 }
 
 void StepEngine::read_state(int param, StateKind kind, BufferView out) {
@@ -264,7 +286,7 @@ void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
     if (!layout_.buckets()[b].trainable) continue;
     if (bucket.params.dtype != DType::kF32)
       copy_overlap(bucket.master, bucket.owned_offset, bucket.params, bucket.kept_offset);
-    if (gathers_after_update(b)) comm_->all_gather(bucket.params, gather_labels_[b]).wait();
+    make_whole(b);
   }
 }
 
@@ -300,12 +322,14 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
       buffers.model = bucket.params.slice(bucket.owned_offset - bucket.kept_offset, bucket.master.numel).data;
     }
     optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
-    if (gathers_after_update(b)) {
+    if (gathers_after_update(b) && !options_.share_parameters) {
       gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
       gathers_[b].keep(memory_);
     }
   }
   for (comm::Work& work : gathers_) work.wait();
+  // All ranks were past their backward when they met for the norm; now they wait for what the others have written.
+  if (options_.share_parameters) comm_->barrier("update shared parameters").wait();
   reducer_->reset();
   return result;
 }

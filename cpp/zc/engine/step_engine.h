@@ -29,6 +29,7 @@ struct Options {
   int num_grad_buffers = 2;              // bucket buffers in the gradient pool
   DType reduce_dtype = DType::kF32;      // in which gradients travel
   DType accumulate_dtype = DType::kF32;  // in which their sums are kept
+  bool share_parameters = false;         // stages 1 and 2: parameters exist once, in memory of all ranks
   std::vector<zero::UnitSpec> units{};   // that parameters name
   zero::GatherLimits limits{};
 };
@@ -139,6 +140,7 @@ class StepEngine {
   Range range_of(int param, int rank, StateKind kind) const;
   BufferView allocate(std::int64_t numel, DType dtype, const char* what, bool shared);
   void copy_overlap(BufferView in, std::int64_t in_offset, BufferView out, std::int64_t out_offset);
+  void make_whole(std::size_t bucket);  // all owners have written their shard of the parameters
   bool gathers_after_update(std::size_t bucket) const {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }

@@ -149,6 +149,8 @@ class ZeroConfig:
     """0: nothing; 1 and 2: gradients and optimizer state; 3: parameters as well."""
     bucket_numel: PositiveInt = 8_388_608
     """Elements a bucket: the unit in which gradients are reduced and parameters gathered."""
+    share_parameters: Bool = False
+    """Stages 1 and 2 on one node: parameters exist once, for all ranks. What a rank writes to them, all ranks see."""
 
     unit_numel: NonNegativeInt = 100_000
     """A module of at least so many elements becomes a unit: it is gathered before its forward and released after."""

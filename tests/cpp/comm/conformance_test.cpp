@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -71,6 +73,53 @@ TEST_P(ConformanceTest, ReduceScatterAddSumsSlices) {
       }
       ASSERT_EQ(bucket, before);
     }
+  });
+}
+
+TEST_P(ConformanceTest, TheFirstSumTakesNothingFromTheShard) {
+  run([](Communicator& comm) {
+    const int n = comm.size();
+    for (const std::int64_t numel : {1, 100'001}) {
+      const Memory memory = comm.allocate(n * numel * 4);  // what peers read in place
+      std::vector<float> private_bucket(static_cast<std::size_t>(n * numel), -0.0f);
+      for (float* bucket : {reinterpret_cast<float*>(memory.get()), private_bucket.data()}) {
+        std::fill_n(bucket, n * numel, -0.0f);
+        std::vector<float> shard(static_cast<std::size_t>(numel), std::nanf(""));
+        const BufferView in{bucket, n * numel, DType::kF32, {}};
+        comm.reduce_scatter_add(in, view(shard, DType::kF32), "first", true).wait();
+        for (const float value : shard) ASSERT_EQ(std::bit_cast<std::uint32_t>(value), 0u);  // +0 + -0 is +0
+        std::fill_n(bucket, n * numel, 1.5f);
+        comm.barrier("all have filled theirs").wait();
+        comm.reduce_scatter_add(in, view(shard, DType::kF32), "second").wait();
+        for (const float value : shard) ASSERT_EQ(value, 1.5f * static_cast<float>(n));
+      }
+    }
+  });
+}
+
+TEST_P(ConformanceTest, SharedMemoryIsOneForAll) {
+  run([](Communicator& comm) {
+    constexpr std::int64_t kNumel = 5000;
+    const Memory memory = comm.allocate_shared(comm.size() * kNumel * 4, "share");
+    Memory again = comm.allocate_shared(1, "share a byte");
+    auto* values = reinterpret_cast<std::int32_t*>(memory.get());
+    for (std::int64_t i = 0; i < comm.size() * kNumel; ++i) ASSERT_EQ(values[i], 0);
+    comm.barrier("all have looked").wait();
+    std::iota(values + comm.rank() * kNumel, values + (comm.rank() + 1) * kNumel, comm.rank() * 10'000);
+    if (comm.rank() == 0) again = nullptr;  // the others keep theirs
+    comm.barrier("all have written").wait();
+    for (std::int64_t i = 0; i < comm.size() * kNumel; ++i) ASSERT_EQ(values[i], i / kNumel * 10'000 + i % kNumel);
+    if (again != nullptr) {
+      EXPECT_EQ(again[0], std::byte{0});
+    }
+    const auto half = comm.split(comm.rank() % 2, comm.rank());
+    const Memory of_half = half->allocate_shared(8, "share in a group");
+    std::atomic_ref<std::int64_t> sum(*reinterpret_cast<std::int64_t*>(of_half.get()));
+    sum += 1 << comm.rank();
+    half->barrier("all have added").wait();
+    std::int64_t expected = 0;
+    for (int r = comm.rank() % 2; r < comm.size(); r += 2) expected += 1 << r;
+    EXPECT_EQ(sum.load(), expected);
   });
 }
 
