@@ -1,6 +1,6 @@
 """What the collective guard costs of a training step.
 
-    python bench/python/bench_guard.py [--ranks 2] [--stages 0 2 3] [--hidden 256 ...] [--json FILE]
+    python bench/python/bench_guard.py [--ranks 2] [--stages 0 2 3] [--size base] [--hidden 256 ...] [--json FILE]
 
 The guard makes ranks exchange headers at the head of each collective. A barrier is that exchange and nothing else. So
 the steps of one GPT run with so many barriers beside the engine's own collectives that their cost shows: while the
@@ -20,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
+import workload
 import zerocore
-from gpt import GPT
 from jobs import JobError, run_job, send_result
 from zerocore import _comm, _core
 from zerocore.config import OptimizerConfig, ZeroConfig
@@ -41,14 +38,12 @@ def measure(args: argparse.Namespace) -> None:
     beside = world.split(0, world.rank)
     results = {}
     for stage in args.stages:
-        torch.manual_seed(0)
-        model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, vocabulary=args.vocab)
+        model = workload.make_model(args)
         config = zerocore.Config(
             micro_batch_size=args.micro_batch, optimizer=OptimizerConfig(type="adamw"), zero=ZeroConfig(stage=stage)
         )
         engine = zerocore.Engine(model, config)
-        text = torch.randint(0, args.vocab, (args.micro_batch, args.seq + 1))
-        tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        ((tokens, targets),) = workload.make_data(args, world.rank, 1)
 
         def steps(barriers: int, engine: Any = engine, tokens: Any = tokens, targets: Any = targets) -> float:
             """Seconds a step, the slowest rank's; each step has `barriers` more exchanges."""
@@ -89,11 +84,7 @@ def calls_of(engine: zerocore.Engine) -> int:
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> int:
     """Prints a line a stage. Returns the exit code: 1 when the guard costs more than it may."""
-    print(
-        f"{args.ranks} ranks x {args.threads} thread, GPT {args.layers} x {args.hidden}, vocabulary {args.vocab}, "
-        f"{args.micro_batch} x {args.seq} tokens a rank, fp32; {args.blocks} rounds of {args.steps} steps, "
-        f"{args.times} barriers a collective"
-    )
+    print(f"{workload.describe(args)}; {args.blocks} rounds of {args.steps} steps, {args.times} barriers a collective")
     worst = 0.0
     rows = []
     for stage, result in results.items():
@@ -119,29 +110,19 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> int:
 def main() -> int:
     """Launches the job, and reports; or is one of its ranks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sizes = {
-        "ranks": 2,
-        "threads": 1,
-        "layers": 6,
-        "hidden": 256,
-        "heads": 4,
-        "seq": 128,
-        "micro_batch": 4,
-        "vocab": 8192,
-        "steps": 5,
-        "blocks": 9,
-        "times": 20,
-    }
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+    workload.add_arguments(parser)
+    counts = {"ranks": 2, "threads": 1, "steps": 5, "blocks": 9, "times": 20}
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 2, 3], help="default 0 2 3")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    workload.settle(args, {})
     if args.worker:
         measure(args)
         return 0
-    flags = ["--worker", *(f"--{name.replace('_', '-')}={getattr(args, name)}" for name in sizes), "--stages"]
+    flags = ["--worker", *workload.flags(args, (*workload.FIELDS, *counts)), "--stages"]
     try:
         (results,) = run_job(args.ranks, __file__, *flags, *map(str, args.stages), timeout_s=TIMEOUT_S)
     except JobError as error:

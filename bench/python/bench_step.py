@@ -2,11 +2,11 @@
 
     python bench/python/bench_step.py [--size default|base|short|tiny] [--ranks 2] [--hidden 384 ...] [--json FILE]
 
-One job holds all engines. They run in short blocks, shuffled anew in each round, so that whatever else the machine does
-hits all alike; "ratio" is the median over the rounds of an engine's time by that of bare torch in the same round, with
-the lowest and highest. Bare torch is the same ranks side by side, with a barrier a step. All engines see the same data
-and their losses at the end must agree, else the exit code is 1. Memory, libraries included, comes from a job of its own
-for each engine.
+One job holds all engines. They run in short blocks, shuffled anew in each round. Beside each block of an engine, before
+or after it, runs one of bare torch, so that whatever else the machine does hits both alike; "ratio" is the median over
+the rounds of the time of the one by that of the other, with its 95 % interval. Bare torch is the same ranks side by
+side, with the cheapest barrier there is, MPI's, after each step. All engines see the same data and their losses at the
+end must agree, else the exit code is 1. Memory, libraries included, comes from a job of its own for each engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
 import peers
-from gpt import GPT
+import torch
+import workload
 from jobs import JobError, join_torch_distributed, leave_torch_distributed, run_job, send_result
 from rich import box
 from rich.console import Console
@@ -35,54 +32,65 @@ from rich.table import Table
 
 WARMUP_STEPS = 2
 MEMORY_STEPS = 20  # the C library's heap takes about ten to grow as large as it gets
-SIZES = {  # short: the weights of base, and few tokens: what an engine adds shows
-    "default": {"layers": 6, "hidden": 256, "heads": 4, "seq": 128, "micro_batch": 4, "vocab": 8192, "steps": 4},
-    "base": {"layers": 12, "hidden": 384, "heads": 6, "seq": 256, "micro_batch": 4, "vocab": 8192, "steps": 1},
-    "short": {"layers": 12, "hidden": 384, "heads": 6, "seq": 32, "micro_batch": 1, "vocab": 8192, "steps": 4},
-    "tiny": {"layers": 2, "hidden": 64, "heads": 2, "seq": 32, "micro_batch": 2, "vocab": 256, "steps": 40},
+ROUNDS = {  # steps a block, and blocks: where a step is short, 21 ratios
+    "default": {"steps": 2, "blocks": 11},
+    "base": {"steps": 1, "blocks": 7},
+    "short": {"steps": 1, "blocks": 21},
+    "tiny": {"steps": 10, "blocks": 21},
 }
 LOSS_TOLERANCE = 1e-3  # relative; engines sum in different orders
 TIMEOUT_S = 3600
 
 
 def make_step(name: str, args: argparse.Namespace, world_size: int) -> peers.Step:
-    """A fresh model, with the same initial values for all engines and ranks, under an engine."""
-    torch.manual_seed(0)
-    model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, vocabulary=args.vocab)
-    return peers.engines()[name](model, args.micro_batch, world_size)
-
-
-def make_data(args: argparse.Namespace, rank: int, steps: int) -> list[list[torch.Tensor]]:
-    """(tokens, targets) a step: random text in which every other token repeats the one before."""
-    generator = torch.Generator().manual_seed(1 + rank)
-    half = torch.randint(0, args.vocab, (steps, args.micro_batch, args.seq // 2 + 1), generator=generator)
-    text = half.repeat_interleave(2, dim=2)[:, :, : args.seq + 1]
-    return [[tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()] for tokens in text]
+    """A fresh model under an engine."""
+    return peers.engines()[name](workload.make_model(args), args.micro_batch, world_size)
 
 
 def measure_times(args: argparse.Namespace) -> None:
-    """The job that times all engines. Rank 0 sends {engine: {"seconds": [a step, by round], "loss": the last}}."""
+    """The job that times all engines.
+
+    Rank 0 sends {engine: {"seconds": [a step, by round], "ratios": [to bare torch, by round], "loss": the last}}.
+    """
     rank, world_size = join_torch_distributed()
-    data = make_data(args, rank, WARMUP_STEPS + args.blocks * args.steps)
+    from mpi4py import MPI
+
+    data = workload.make_data(args, rank, WARMUP_STEPS + args.blocks * args.steps)
     steps = {name: make_step(name, args, world_size) for name in args.engines}
-    losses = {name: [step(*data[i]) for i in range(WARMUP_STEPS)] for name, step in steps.items()}
+    losses = {name: [step(*batch) for batch in data[:WARMUP_STEPS]] for name, step in steps.items()}
+
+    def block(name: str, number: int) -> float:
+        """Seconds a step, on the slowest rank."""
+        gc.collect()
+        batches = data[WARMUP_STEPS + number * args.steps :][: args.steps]
+        MPI.COMM_WORLD.Barrier()
+        start = time.perf_counter()
+        losses[name] += [steps[name](*batch) for batch in batches]
+        return MPI.COMM_WORLD.allreduce(time.perf_counter() - start, op=MPI.MAX) / args.steps
+
+    gc.collect()
+    gc.freeze()  # what is there is not looked at again: collecting takes as long as a short step
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
-    for block in range(args.blocks):
+    for number in range(args.blocks):
         for name in order.sample(sorted(steps), len(steps)):
-            gc.collect()
-            torch.distributed.barrier()
-            first = WARMUP_STEPS + block * args.steps
-            start = time.perf_counter()
-            losses[name] += [steps[name](*data[i]) for i in range(first, first + args.steps)]
-            taken = torch.tensor([time.perf_counter() - start])
-            torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
-            seconds[name].append(taken.item() / args.steps)
-    last = torch.tensor([losses[name][-1] for name in steps], dtype=torch.float64)
-    torch.distributed.all_reduce(last)
+            if name == peers.BARE:
+                continue
+            pair = order.sample((name, peers.BARE), 2)
+            taken = {each: block(each, number) for each in pair}
+            seconds[name].append(taken[name])
+            seconds[peers.BARE].append(taken[peers.BARE])
+            ratios[name].append(taken[name] / taken[peers.BARE])
+    ratios[peers.BARE] = [1.0] * args.blocks
+    means = MPI.COMM_WORLD.allreduce(torch.tensor([losses[name][-1] for name in steps], dtype=torch.float64))
     if rank == 0:
-        means = (last / world_size).tolist()
-        send_result({name: {"seconds": seconds[name], "loss": loss} for name, loss in zip(steps, means, strict=True)})
+        send_result(
+            {
+                name: {"seconds": seconds[name], "ratios": ratios[name], "loss": loss / world_size}
+                for name, loss in zip(steps, means.tolist(), strict=True)
+            }
+        )
     leave_torch_distributed()
 
 
@@ -100,7 +108,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     sampler = threading.Thread(target=sample)
     sampler.start()
     step = make_step(args.memory_of, args, world_size)
-    for tokens, targets in make_data(args, rank, MEMORY_STEPS):
+    for tokens, targets in workload.make_data(args, rank, MEMORY_STEPS):
         step(tokens, targets)
     done.set()
     sampler.join()
@@ -122,15 +130,13 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(
         box=box.HEAVY_HEAD if console.is_terminal else box.ASCII,
-        title=f"{args.ranks} ranks x {args.threads} thread, {args.layers} x {args.hidden}, vocabulary {args.vocab}, "
-        f"{args.micro_batch} x {args.seq} tokens a rank, fp32, {args.blocks} rounds of {args.steps} steps",
+        title=f"{workload.describe(args)}, {args.blocks} rounds of {args.steps} steps",
     )
-    for column in ("engine", "step ms", "tokens/s", "ratio to bare", "lowest - highest", "peak PSS MiB a rank", "loss"):
+    for column in ("engine", "step ms", "tokens/s", "ratio to bare (95 %)", "peak PSS MiB a rank", "loss"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
     rows = []
-    bare = times[peers.BARE]["seconds"]
     for name, measured in times.items():
-        ratios = [own / base for own, base in zip(measured["seconds"], bare, strict=True)]
+        ratios = measured["ratios"]
         row = {
             "engine": name,
             "step_ms": statistics.median(measured["seconds"]) * 1e3,
@@ -138,6 +144,7 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
             "ratio_to_bare": statistics.median(ratios),
             "ratio_lowest": min(ratios),
             "ratio_highest": max(ratios),
+            "ratios": ratios,
             "peak_pss_bytes": memory[name][0] if name in memory else None,
             "libraries_pss_bytes": memory[name][1] if name in memory else None,
             "loss": measured["loss"],
@@ -147,8 +154,7 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
             name,
             f"{row['step_ms']:.1f}",
             f"{row['tokens_per_s']:.0f}",
-            f"{row['ratio_to_bare']:.3f}",
-            f"{row['ratio_lowest']:.3f} - {row['ratio_highest']:.3f}",
+            workload.summary(ratios),
             f"{memory[name][0] / 2**20:.0f}" if name in memory else "",
             f"{row['loss']:.5f}",
         )
@@ -170,10 +176,10 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
 def main() -> int:
     """Launches the jobs, and reports; or is one of their ranks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="default", help="a model and its batch")
-    for name, value in SIZES["default"].items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"instead of the size's ({value} in default)")
-    for name, value in {"ranks": 2, "threads": 1, "blocks": 7}.items():
+    workload.add_arguments(parser)
+    for name in ROUNDS["default"]:
+        parser.add_argument(f"--{name}", type=int, help="instead of the size's")
+    for name, value in {"ranks": 2, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     known = list(peers.engines())
     parser.add_argument("--engines", nargs="+", choices=known, default=known, metavar="NAME", help=f"some of: {known}")
@@ -182,9 +188,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name, value in SIZES[args.size].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    workload.settle(args, ROUNDS[args.size])
     torch.set_num_threads(args.threads)
     if args.worker:
         measure_memory(args) if args.memory_of else measure_times(args)
@@ -194,15 +198,8 @@ def main() -> int:
         print("DeepSpeed compiles its operators when it is first used on a machine, which takes minutes.", flush=True)
     elif "DeepSpeed stage 1" not in known:
         print("DeepSpeed is not installed: left out.", flush=True)
-    flags = [
-        "--worker",
-        *(
-            f"--{name.replace('_', '-')}={getattr(args, name)}"
-            for name in (*SIZES["default"], "ranks", "threads", "blocks")
-        ),
-        "--engines",
-        *args.engines,
-    ]
+    known_flags = workload.flags(args, (*workload.FIELDS, *ROUNDS["default"], "ranks", "threads"))
+    flags = ["--worker", *known_flags, "--engines", *args.engines]
     try:
         (times,) = run_job(args.ranks, __file__, *flags, timeout_s=TIMEOUT_S)
         memory = {}

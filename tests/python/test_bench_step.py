@@ -25,6 +25,7 @@ def test_all_engines_train_the_same_and_the_figures_are_written(monkeypatch, tmp
     rows = {row["engine"]: row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == ["bare torch", *ENGINES]
     for row in rows.values():
+        assert len(row["ratios"]) == 3
         assert 0 < row["ratio_lowest"] <= row["ratio_to_bare"] <= row["ratio_highest"]
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
         assert 3 < row["loss"] < 5
@@ -44,6 +45,6 @@ def test_losses_that_differ_fail(capsys, loss, code):
         ranks=2, threads=1, layers=1, hidden=1, seq=1, micro_batch=1, vocab=1, steps=1, blocks=1, json=None
     )
     losses = {"bare torch": 9.0, "DDP": 4.0, "FSDP2": loss}
-    times = {name: {"seconds": [1.0], "loss": value} for name, value in losses.items()}
+    times = {name: {"seconds": [1.0], "ratios": [1.0], "loss": value} for name, value in losses.items()}
     assert bench_step.report(args, times, memory={}) == code
     assert ("NOT as expected" in capsys.readouterr().out) == (code == 1)
