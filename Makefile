@@ -8,7 +8,8 @@ RUN := tools/with-env
 CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof chaos test soak bench bench-adam bench-step bench-guard bench-checkpoint format lint clean
+.PHONY: help build train proof chaos test soak format lint clean
+.PHONY: bench bench-adam bench-step bench-collectives bench-guard bench-checkpoint
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -48,6 +49,9 @@ bench-step: build  ## whole training steps against DDP, FSDP2 and DeepSpeed
 
 bench-adam: build  ## one AdamW step against torch's optimizers and DeepSpeedCPUAdam
 	@$(RUN) python bench/python/bench_adam.py $(ARGS)
+
+bench-collectives: build  ## collectives against gloo, MPI and the copies that none can do without
+	@$(RUN) python bench/python/bench_collectives.py $(ARGS)
 
 bench-guard: build  ## what the collective guard costs of a step
 	@$(RUN) python bench/python/bench_guard.py $(ARGS)
