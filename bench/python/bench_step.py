@@ -7,6 +7,7 @@ or after it, runs one of bare torch, so that whatever else the machine does hits
 the rounds of the time of the one by that of the other, with its 95 % interval. Bare torch is the same ranks side by
 side, with the cheapest barrier there is, MPI's, after each step. All engines see the same data and their losses at the
 end must agree, else the exit code is 1. Memory, libraries included, comes from a job of its own for each engine.
+--profile FILE writes a trace of one more step, for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -119,6 +120,18 @@ def measure_memory(args: argparse.Namespace) -> None:
     leave_torch_distributed()
 
 
+def write_profile(args: argparse.Namespace) -> None:
+    """The job that traces one step of an engine, after others."""
+    rank, world_size = join_torch_distributed()
+    step = make_step(args.profile_of, args, world_size)
+    *before, last = workload.make_data(args, rank, WARMUP_STEPS + 1)
+    for batch in before:
+        step(*batch)
+    with step.engine.profile(args.profile):
+        step(*last)
+    leave_torch_distributed()
+
+
 def pss_bytes() -> int:
     """This process's proportional share of memory: shared pages are divided among those who map them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -160,9 +173,8 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
         )
     console.print(table)
     if args.json:
-        args.json.write_text(
-            json.dumps({"settings": {k: v for k, v in vars(args).items() if k != "json"}, "rows": rows}, indent=1)
-        )
+        settings = {key: value for key, value in vars(args).items() if key not in ("json", "profile")}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1))
     losses = torch.tensor([row["loss"] for row in rows if row["engine"] != peers.BARE] or [1.0], dtype=torch.float64)
     spread = (losses.max() / losses.min() - 1).item()  # NaN if any is
     agree = spread <= LOSS_TOLERANCE
@@ -185,14 +197,20 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=known, default=known, metavar="NAME", help=f"some of: {known}")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--no-memory", action="store_true", help="leave out the jobs that measure memory")
+    parser.add_argument("--profile", type=Path, help="file for a trace of one step, of the zerocore engine chosen")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--profile-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     workload.settle(args, ROUNDS[args.size])
     torch.set_num_threads(args.threads)
     if args.worker:
-        measure_memory(args) if args.memory_of else measure_times(args)
+        job = write_profile if args.profile_of else measure_memory if args.memory_of else measure_times
+        job(args)
         return 0
+    profiled = [name for name in args.engines if name.startswith("zerocore")]
+    if args.profile and len(profiled) != 1:
+        parser.error(f'--profile: got {len(profiled)} engines of zerocore, expected one: --engines "zerocore stage 2"')
     args.engines = [peers.BARE, *(name for name in args.engines if name != peers.BARE)]
     if "DeepSpeed stage 1" in args.engines:
         print("DeepSpeed compiles its operators when it is first used on a machine, which takes minutes.", flush=True)
@@ -205,6 +223,9 @@ def main() -> int:
         memory = {}
         for name in [] if args.no_memory else times:
             (memory[name],) = run_job(args.ranks, __file__, *flags, f"--memory-of={name}", timeout_s=TIMEOUT_S)
+        if args.profile:
+            profile = (f"--profile-of={profiled[0]}", f"--profile={args.profile.absolute()}")
+            run_job(args.ranks, __file__, *flags, *profile, timeout_s=TIMEOUT_S)
     except JobError as error:
         sys.exit(f"bench_step.py: {error}")
     return report(args, times, memory)

@@ -90,7 +90,7 @@ def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
                 prefetch_numel=_block_numel(model) * 3 // 2,  # padding included
             ),
         )
-        return _engine_step(zerocore.Engine(model, config))
+        return EngineStep(zerocore.Engine(model, config))
 
     return make
 
@@ -122,19 +122,23 @@ def make_deepspeed(stage: int) -> Callable[[Any, int, int], Step]:
         }
         deepspeed.init_distributed("gloo")
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        return _engine_step(engine)
+        return EngineStep(engine)
 
     return make
 
 
-def _engine_step(engine: Any) -> Step:
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
+class EngineStep:
+    """A step of an engine as zerocore's and DeepSpeed's are used."""
 
-    return step
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """This rank's loss."""
+        loss = self.engine(tokens, targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.item()
 
 
 def engines() -> dict[str, Callable[[Any, int, int], Step]]:

@@ -1,8 +1,16 @@
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
 #include "bindings.h"
 #include "memory.h"
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"
 #include "zc/base/parallel.h"
+#include "zc/base/trace.h"
 #include "zc/device/kernels.h"
 
 namespace py = pybind11;
@@ -14,6 +22,34 @@ void cast(zc::BufferView in, zc::BufferView out) {
            "[base] cast: got ", in.numel, " and ", out.numel,
            " elements, expected equally many, of fp32, fp16 or bf16");
   zc::device::cpu_kernels().cast(in, out, {});
+}
+
+// A scope that Python opens and closes.
+struct PyTraceScope {
+  explicit PyTraceScope(std::string name) : label(std::move(name)) {}
+  std::string label;
+  std::optional<zc::trace::Scope> scope{};
+};
+
+py::tuple stop_trace() {
+  const zc::trace::Recording recording = zc::trace::stop();
+  py::list events;
+  for (const zc::trace::Event& event : recording.events) {
+    const py::object label = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(event.label, static_cast<py::ssize_t>(std::strlen(event.label)), "replace"));
+    events.append(py::make_tuple(event.begin_ns, event.end_ns, event.thread, event.in_flight, event.kind, label));
+  }
+  return py::make_tuple(events, recording.dropped);
+}
+
+void bind_trace(py::module_& m) {
+  py::class_<PyTraceScope>(m, "TraceScope", "A phase of the step: with TraceScope('forward'): ...")
+      .def(py::init<std::string>(), py::arg("label"))
+      .def("__enter__", [](PyTraceScope& self) { self.scope.emplace("phase", self.label); })
+      .def("__exit__", [](PyTraceScope& self, const py::args&) { self.scope.reset(); });
+  m.def("start_trace", &zc::trace::start, py::arg("capacity"), "False when a recording is under way.");
+  m.def("stop_trace", &stop_trace,
+        "([(begin ns, end ns, thread, in flight, kind, label)], number of events that found no room).");
 }
 
 }  // namespace
@@ -43,6 +79,7 @@ void bind_base(py::module_& m) {
       });
   m.def("set_num_threads", &zc::set_num_threads, py::arg("num_threads"),
         "How many threads loops over memory use from now on, at most one a core that this process may run on.");
+  bind_trace(m);
   m.def("begin_direct_allocations", &zc::begin_direct_allocations);
   m.def("end_direct_allocations", &zc::end_direct_allocations);
 }

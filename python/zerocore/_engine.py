@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _data, _init, _memory, _optimizer, checkpointing, schedulers, zero
+from zerocore import _comm, _core, _data, _init, _memory, _optimizer, _profile, checkpointing, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
@@ -144,6 +145,7 @@ class Engine(WholeModel, Saving):
 
     # Training
 
+    @_profile.phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. In training, random numbers are drawn by name and the user's generator is left as it was."""
         if not torch.is_grad_enabled():
@@ -158,6 +160,7 @@ class Engine(WholeModel, Saving):
             self._forwards += 1
             return self.module(*args, **kwargs)
 
+    @_profile.phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Computes gradients and takes them. Not to be divided by anything: `step()` divides once, exactly.
 
@@ -203,6 +206,7 @@ class Engine(WholeModel, Saving):
         managed = self.config.managed_gradient_accumulation
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
 
+    @_profile.phase("step")
     def step(self) -> None:
         """Ends the micro-step and, on an accumulation boundary, updates the parameters on all ranks.
 
@@ -382,6 +386,23 @@ class Engine(WholeModel, Saving):
                 for name, value in count.items():
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
         return report
+
+    def profile(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """A block whose steps are recorded, on all ranks, in one file that Perfetto shows. Collective.
+
+            with engine.profile("trace.json"):
+                loss = engine(batch)
+                engine.backward(loss)
+                engine.step()
+
+        There is a process a rank: what its threads did (forward, backward, step; inside of them copies of gradients,
+        waits, the norm and updates, by bucket; in stage 3 gathers and releases, by unit), and each collective from its
+        call to its end. Outside of such a block nothing is recorded.
+
+        Raises:
+            ConfigError: rank 0 cannot write the file; or a block inside of another.
+        """
+        return _profile.profile(self._mean_comm, path)
 
     # Settings
 

@@ -39,6 +39,17 @@ def test_memory_is_measured_in_jobs_of_their_own(monkeypatch, tmp_path):
         assert 50e6 < row["libraries_pss_bytes"] < row["peak_pss_bytes"] < 2e9
 
 
+def test_one_step_of_one_engine_is_profiled(monkeypatch, tmp_path):
+    file = tmp_path / "trace.json"
+    engines = ["zerocore stage 3", "DDP"]
+    assert run(monkeypatch, "--no-memory", "--blocks=1", "--profile", str(file), "--engines", *engines) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("forward") == 2  # one a rank
+    assert any(event["name"] == "wait for unit blocks.0" for event in events)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--profile", str(file), "--engines", "zerocore stage 0", "zerocore stage 3")
+
+
 @pytest.mark.parametrize(("loss", "code"), [(4.001, 0), (4.01, 1), (float("nan"), 1)])
 def test_losses_that_differ_fail(capsys, loss, code):
     args = Namespace(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "zc/base/trace.h"
 #include "zc/math/exact_sum.h"
 
 namespace zc::engine {
@@ -306,12 +307,13 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
   for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
     if (!layout_.buckets()[b].trainable) continue;
     gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
-    gathers_[b].keep(memory_);
+    gathers_[b].keep(trace::until_dropped("gather", buckets_[b].label, memory_));
   }
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
     if (!layout_.buckets()[b].trainable) continue;
-    if (gather_grads) gathers_[b].wait();
+    if (gather_grads) trace::wait(gathers_[b], gather_labels_[b]);
+    const trace::Scope scope("update", bucket.label);
     device::OptimizerBuffers buffers{.grad = bucket.grads.data,
                                      .grad_dtype = bucket.grads.dtype,
                                      .param = bucket.master.as<float>(),
@@ -324,12 +326,14 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
     optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
     if (gathers_after_update(b) && !options_.share_parameters) {
       gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
-      gathers_[b].keep(memory_);
+      gathers_[b].keep(trace::until_dropped("gather", bucket.label, memory_));
     }
   }
-  for (comm::Work& work : gathers_) work.wait();
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    if (gathers_after_update(b)) trace::wait(gathers_[b], gather_labels_[b]);
+  }
   // All ranks were past their backward when they met for the norm; now they wait for what the others have written.
-  if (options_.share_parameters) comm_->barrier("update shared parameters").wait();
+  if (options_.share_parameters) trace::wait(comm_->barrier("update shared parameters"), "update shared parameters");
   reducer_->reset();
   return result;
 }
@@ -341,6 +345,7 @@ StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t set
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     if (!reducer_->folded(static_cast<int>(b))) continue;
     const zero::Bucket& bucket = buckets_[b];
+    const trace::Scope scope("norm of", bucket.label);
     device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
@@ -349,7 +354,7 @@ StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t set
   message[math::ExactSum::kNumLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
   message[math::ExactSum::kNumLimbs + 1] = settings;
   message.back() = stop ? 1 : 0;
-  comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm").wait();
+  trace::wait(comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm"), "gradient norm");
   ZC_CHECK(message[math::ExactSum::kNumLimbs + 1] == settings * comm_->size(), kConfig,
            "[engine] ranks step with different settings: got other learning rates, hyperparameters, numbers of "
            "micro-batches or parameters written by hand on some rank, expected the same on all. Nothing was updated. "

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "zc/base/trace.h"
+
 namespace zc::zero {
 namespace {
 
@@ -98,6 +100,7 @@ std::span<const int> GradReducer::ready(int param, BufferView grad, bool may_lau
 
 std::vector<int> GradReducer::end_micro_step() {
   ZC_CHECK(open_, kInternal, "[zero] no micro-step to end");
+  const trace::Scope scope("end of micro-step");
   while (next_in_order_ < order_.size()) launch(order_[next_in_order_++], false);
   const std::vector<int> late = exchange_usage();
   std::vector<int> again;
@@ -117,6 +120,7 @@ bool GradReducer::may_launch_next() {
   constexpr std::chrono::milliseconds kPatience{20};
   if (!peers_may_wait_ || pool_.empty()) return true;
   const comm::Work& work = pool_[next_buffer_].work;
+  const trace::Scope scope("wait a moment", pool_[next_buffer_].label);
   const bool free = work.done() || (!was_patient_ && work.wait_for(kPatience));
   was_patient_ = !free;
   return free;
@@ -133,10 +137,11 @@ void GradReducer::launch(int bucket, bool late_only) {
   if (!alone) {
     buffer = &pool_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % pool_.size();
-    buffer->work.wait();
+    trace::wait(buffer->work, buffer->label);
     if (!buffer->memory) buffer->memory = comm_->allocate(largest_bytes_);
     staging = {buffer->memory.get(), layout.numel, dtype_, device_.id()};
   }
+  const trace::Scope scope(alone ? "fold" : "copy", buckets_[b].label);
   for (const Placement& placement : layout.placements) {
     BufferView& grad = grads_[static_cast<std::size_t>(placement.param)];
     const bool take =
@@ -158,7 +163,9 @@ void GradReducer::launch(int bucket, bool late_only) {
   }
   if (!alone) {
     buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first);
-    buffer->work.keep(std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_));
+    buffer->label = labels_[b];
+    auto memory = std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_);
+    buffer->work.keep(trace::until_dropped("reduce", buckets_[b].label, std::move(memory)));
   }
   launched_[b] = 1;
   folded_[b] = 1;
@@ -199,7 +206,7 @@ std::vector<int> GradReducer::exchange_usage() {
     if (used_here_[p]) set_bit(exchange_, p);
     if (late_[p]) set_bit(exchange_, half * kBitsPerWord + p);
   }
-  comm_->all_reduce(exchange_, comm::ReduceOp::kBitOr, "end of micro-step").wait();
+  trace::wait(comm_->all_reduce(exchange_, comm::ReduceOp::kBitOr, "end of micro-step"), "used parameters");
   std::vector<int> late;
   for (std::size_t p = 0; p < used_.size(); ++p) {
     if (test_bit(exchange_, p)) used_[p] = 1;
@@ -209,7 +216,7 @@ std::vector<int> GradReducer::exchange_usage() {
 }
 
 void GradReducer::wait() {
-  for (Buffer& buffer : pool_) buffer.work.wait();
+  for (const Buffer& buffer : pool_) trace::wait(buffer.work, buffer.label);
 }
 
 std::int64_t GradReducer::pool_bytes() const {

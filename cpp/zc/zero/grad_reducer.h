@@ -23,6 +23,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "zc/comm/communicator.h"
@@ -97,6 +98,7 @@ class GradReducer {
   struct Buffer {
     Memory memory{};
     comm::Work work{};
+    std::string_view label{};  // of what is in it
   };
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;

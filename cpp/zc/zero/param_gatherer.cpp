@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "zc/base/error.h"
+#include "zc/base/trace.h"
 
 namespace zc::zero {
 namespace {
@@ -247,6 +248,7 @@ void ParamGatherer::release_unless_kept(int unit, bool training) {
 
 void ParamGatherer::release(int unit) {
   Unit& state = units_[index(unit)];
+  const trace::Scope scope("release unit", state.spec.name);
   land(state);
   state.gathered = false;
   live_numel_ -= state.numel;
@@ -260,6 +262,7 @@ void ParamGatherer::start(int bucket, BufferView full) {
   ZC_CHECK(full.numel == layout.numel && full.dtype == layout.compute_dtype, kInternal, "[zero] ", source.label,
            " gathered into ", full.numel, " elements of ", name(full.dtype));
   ZC_CHECK(unit.gathered, kInternal, "[zero] ", source.label, " gathered without a plan");
+  const trace::Scope scope("start", labels_[static_cast<std::size_t>(bucket)]);
   if (!layout.sharded) {
     device_.kernels().cast(source.params, full, {});
     return;
@@ -277,15 +280,19 @@ void ParamGatherer::start(int bucket, BufferView full) {
     device_.kernels().cast(source.params, shard, {});
   }
   comm::Work work = comm_->all_gather(shard, travelling, labels_[static_cast<std::size_t>(bucket)]);
-  work.keep(owner_);
+  work.keep(trace::until_dropped("gather", source.label, owner_));
   unit.flights.push_back({bucket, full, std::move(work), widen});
 }
 
-void ParamGatherer::wait(int unit) { land(units_[index(unit)]); }
+void ParamGatherer::wait(int unit) {
+  Unit& wanted = units_[index(unit)];
+  const trace::Scope scope("wait for unit", wanted.spec.name);
+  land(wanted);
+}
 
 void ParamGatherer::land(Unit& unit) {
   for (Flight& flight : unit.flights) {
-    flight.work.wait();
+    trace::wait(flight.work, labels_[static_cast<std::size_t>(flight.bucket)]);
     if (flight.widen) {
       widen(device_.kernels(), flight.full, layout_.buckets()[static_cast<std::size_t>(flight.bucket)].dtype);
     }
