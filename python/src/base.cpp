@@ -32,7 +32,11 @@ struct PyTraceScope {
 };
 
 py::tuple stop_trace() {
-  const zc::trace::Recording recording = zc::trace::stop();
+  zc::trace::Recording recording;
+  {
+    py::gil_scoped_release unlocked;
+    recording = zc::trace::stop();
+  }
   py::list events;
   for (const zc::trace::Event& event : recording.events) {
     const py::object label = py::reinterpret_steal<py::object>(

@@ -41,7 +41,7 @@ def phase(label: str) -> Callable[[_Function], _Function]:
 
 @contextlib.contextmanager
 def profile(comm: _core.Communicator, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records all ranks between two barriers; rank 0 writes the file, which stays empty when the block raises."""
+    """Records all ranks in a block. Rank 0 writes the file, which stays empty when the block raises."""
     problem = None
     if comm.rank == 0:
         try:
@@ -62,7 +62,6 @@ def profile(comm: _core.Communicator, path: str | os.PathLike[str]) -> Iterator[
         comm.barrier("start of a profile").wait()
         start = time.monotonic_ns()
         yield
-        comm.barrier("end of a profile").wait()  # the core has ended all before it, and noted that
     finally:
         events, dropped = _core.stop_trace()
     own = {

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -16,6 +16,8 @@ std::mutex mutex;
 Recording recording;
 std::size_t capacity = 0;
 std::int64_t started_ns = 0;
+std::int64_t num_in_flight = 0;
+std::condition_variable landed;
 
 }  // namespace
 
@@ -54,8 +56,9 @@ bool start(std::size_t events) {
   return true;
 }
 
-Recording stop() {
-  const std::lock_guard lock(mutex);
+Recording stop(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex);
+  landed.wait_for(lock, patience, [] { return num_in_flight == 0; });
   internal::enabled.store(false, std::memory_order_relaxed);
   return std::exchange(recording, {});
 }
@@ -64,8 +67,16 @@ std::shared_ptr<void> until_dropped(const char* kind, std::string_view label, st
   if (!is_on()) return kept;
   struct Flight {
     Flight(const char* what, std::string_view which, std::shared_ptr<void> held)
-        : kind(what), label(which), kept(std::move(held)) {}
-    ~Flight() { internal::record(begin_ns, kind, label, true); }
+        : kind(what), label(which), kept(std::move(held)) {
+      const std::lock_guard lock(mutex);
+      ++num_in_flight;
+    }
+    ~Flight() {
+      internal::record(begin_ns, kind, label, true);
+      const std::lock_guard lock(mutex);
+      --num_in_flight;
+      landed.notify_all();
+    }
     const char* kind;
     std::string label;
     std::shared_ptr<void> kept;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -31,7 +32,9 @@ struct Recording {
 
 // One recording at a time in a process: false when there is one already. From any thread.
 bool start(std::size_t capacity);
-Recording stop();
+
+// Waits for what is in flight, but no longer than `patience`; it is left out then.
+Recording stop(std::chrono::milliseconds patience = std::chrono::seconds(1));
 
 namespace internal {
 extern std::atomic<bool> enabled;

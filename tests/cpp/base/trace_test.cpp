@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <thread>
@@ -71,6 +72,21 @@ TEST(Trace, ACollectiveIsInFlightUntilItsMemoryIsDropped) {
   ASSERT_EQ(recording.events.size(), 1u);
   EXPECT_TRUE(recording.events[0].in_flight);
   EXPECT_STREQ(recording.events[0].label, "bucket 0");
+}
+
+TEST(Trace, StopWaitsForWhatIsInFlightWithinItsPatience) {
+  using std::chrono::milliseconds;
+  ASSERT_TRUE(start(8));
+  auto lands = until_dropped("reduce", "lands", nullptr);
+  std::thread lander([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    lands.reset();
+  });
+  EXPECT_EQ(stop(std::chrono::minutes(1)).events.size(), 1u);
+  lander.join();
+  ASSERT_TRUE(start(8));
+  auto never = until_dropped("reduce", "never", nullptr);
+  EXPECT_TRUE(stop(milliseconds(1)).events.empty());
 }
 
 TEST(Trace, ThreadsRecordAtOnceAndWhatHasNoRoomIsCounted) {
