@@ -9,7 +9,7 @@ CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.
 PY_FILES := python tests examples bench tools
 
 .PHONY: help build train proof chaos test soak format lint clean
-.PHONY: bench bench-adam bench-step bench-collectives bench-guard bench-checkpoint
+.PHONY: bench bench-page bench-cpp bench-adam bench-step bench-collectives bench-guard bench-checkpoint
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -37,7 +37,16 @@ soak: environment-test  ## the long tests: nothing grows over many engines and s
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
-bench: environment  ## the C++ benchmarks; results in build/bench/*.json
+bench: environment  ## steps, collectives and kernels beside their peers, in under 3 minutes; page in build/bench/benchmarks.md
+	@tools/debian-packages libbenchmark-dev
+	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_BENCH=ON
+	@$(RUN) python bench/report.py --binaries build/$(PRESET)/bench $(ARGS)
+
+bench-page:  ## make docs/benchmarks.md of what `make bench` has measured
+	@cp build/bench/bench.json docs/benchmarks.json
+	@$(RUN) python bench/page.py docs/benchmarks.json docs
+
+bench-cpp: environment  ## all C++ benchmarks; results in build/bench/*.json
 	@tools/debian-packages libbenchmark-dev
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_BENCH=ON
 	@mkdir -p build/bench

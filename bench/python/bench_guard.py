@@ -84,7 +84,10 @@ def calls_of(engine: zerocore.Engine) -> int:
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> int:
     """Prints a line a stage. Returns the exit code: 1 when the guard costs more than it may."""
-    print(f"{workload.describe(args)}; {args.blocks} rounds of {args.steps} steps, {args.times} barriers a collective")
+    print(
+        f"{workload.describe(vars(args))}; {args.blocks} rounds of {args.steps} steps, "
+        f"{args.times} barriers a collective"
+    )
     worst = 0.0
     rows = []
     for stage, result in results.items():

@@ -143,7 +143,7 @@ def report(args: argparse.Namespace, times: dict[str, Any], memory: dict[str, li
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(
         box=box.HEAVY_HEAD if console.is_terminal else box.ASCII,
-        title=f"{workload.describe(args)}, {args.blocks} rounds of {args.steps} steps",
+        title=f"{workload.describe(vars(args))}, {args.blocks} rounds of {args.steps} steps",
     )
     for column in ("engine", "step ms", "tokens/s", "ratio to bare (95 %)", "peak PSS MiB a rank", "loss"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)

@@ -6,8 +6,9 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,12 +58,12 @@ def make_data(args: argparse.Namespace, rank: int, steps: int) -> list[list[torc
     return [[tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()] for tokens in text]
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(settings: Mapping[str, Any]) -> str:
     """The model and its batch, in words."""
     return (
-        f"{args.ranks} ranks x {args.threads} thread, GPT {args.layers} x {args.hidden}, vocabulary {args.vocab}, "
-        f"{args.micro_batch} x {args.seq} tokens a rank, fp32"
-    )
+        "{ranks} ranks x {threads} thread, GPT {layers} x {hidden}, vocabulary {vocab}, {micro_batch} x {seq} tokens a "
+        "rank, fp32"
+    ).format(**settings)
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,101 @@
+"""`make bench`: its file of figures, the page made of it, and the comparison of two such files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import compare
+import page
+import pytest
+import report
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = ROOT / "docs" / "benchmarks.json"
+
+
+def test_the_page_in_docs_is_that_of_the_figures_beside_it():
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == page.text(json.loads(STORED.read_text()))
+
+
+def test_the_page_has_all_that_make_bench_measures(tmp_path):
+    bench = json.loads(STORED.read_text())
+    assert list(bench["parts"]) == list(report.PARTS)
+    path = page.write(STORED, tmp_path)
+    text = path.read_text()
+    assert bench["commit"] in text and bench["machine"]["cpu"] in text
+    for part in bench["parts"].values():
+        assert part["command"] in text.replace("\n", " ")
+        for row in part["rows"]:
+            assert row.get("engine", row.get("library", row.get("benchmark"))) in text
+    for name in ("steps", "collectives"):
+        assert f"(benchmarks_{name}.svg)" in text
+        assert (tmp_path / f"benchmarks_{name}.svg").stat().st_size > 10_000
+        assert (ROOT / "docs" / f"benchmarks_{name}.svg").exists()
+    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
+
+
+def test_a_part_is_run_and_its_figures_are_kept_with_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(report.PARTS, "collectives", "bench_collectives.py --sizes 96 --rounds 2")
+    monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(tmp_path), "--parts", "collectives"])
+    report.main()
+    bench = json.loads((tmp_path / "bench.json").read_text())
+    assert bench["machine"]["versions"]["torch"]
+    part = bench["parts"]["collectives"]
+    assert part["command"] == "python bench/python/bench_collectives.py --sizes 96 --rounds 2"
+    assert len(part["rows"]) == 15 and all(len(row["seconds"]) == 2 for row in part["rows"])
+    assert "## Collectives" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_a_part_that_fails_ends_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(report.PARTS, "collectives", "bench_collectives.py --ranks 1")
+    with pytest.raises(SystemExit, match="expected 2 or more"):
+        report.run("collectives", tmp_path, tmp_path)
+
+
+GOOGLE = {"name": "a/1", "run_name": "a/1", "run_type": "iteration", "real_time": 2.0, "time_unit": "ms"}
+
+
+def test_repetitions_of_a_program_become_samples_and_a_wrong_result_ends_it():
+    mean = {**GOOGLE, "run_type": "aggregate", "real_time": 2.5}
+    rows = report.rows_of_google([GOOGLE, {**GOOGLE, "real_time": 3.0, "bytes_per_second": 1e9}, mean])
+    assert rows == [{"benchmark": "a/1", "unit": "ms", "times": [2.0, 3.0], "bytes_per_s": [1e9]}]
+    with pytest.raises(SystemExit, match="wrong result"):
+        report.rows_of_google([{**GOOGLE, "error_occurred": True, "error_message": "wrong result"}])
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (range(100, 120), ""),
+        (range(108, 128), ""),  # the intervals overlap
+        (range(120, 140), "slower"),
+        (range(80, 100), "faster"),
+    ],
+)
+def test_a_change_is_told_when_it_is_above_noise(after, expected):
+    assert compare.verdict(list(range(100, 120)), list(after), least=0.05) == expected
+
+
+def test_a_change_below_the_least_is_not_told():
+    assert compare.verdict([100.0] * 20, [104.0] * 20, least=0.05) == ""
+    assert compare.verdict([100.0] * 20, [104.0] * 20, least=0.03) == "slower"
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.5, 0), (3.0, 1)])
+def test_a_slower_figure_fails_the_comparison(monkeypatch, tmp_path, capsys, factor, code):
+    before = json.loads(STORED.read_text())
+    after = copy.deepcopy(before)
+    row = next(row for row in after["parts"]["step tiny"]["rows"] if row["engine"] == "zerocore stage 2")
+    row["ratios"] = [factor * ratio for ratio in row["ratios"]]
+    after["parts"]["collectives"]["rows"].pop()
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, bench in zip(paths, (before, after), strict=True):
+        path.write_text(json.dumps(bench))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, paths)])
+    assert compare.main() == code
+    out = capsys.readouterr().out
+    assert f"only in {paths[0]}: barrier: MPI" in out
+    assert f"{int(factor > 1)} slower, {int(factor < 1)} faster above noise" in out
