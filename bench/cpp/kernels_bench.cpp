@@ -108,9 +108,9 @@ ZC_ALWAYS_INLINE void write_only(To* __restrict__ out, std::int64_t begin, std::
 
 // target_clones does not reach templates, hence macros.
 #define ZC_UPDATE_CEILINGS(Grad)                                                                                       \
-  ZC_TARGET_CLONES void update_three(const Grad* __restrict__ g, std::uint32_t* __restrict__ a,                        \
-                                     std::uint32_t* __restrict__ b, std::uint32_t* __restrict__ c, std::int64_t begin, \
-                                     std::int64_t end) {                                                               \
+  [[maybe_unused]] ZC_TARGET_CLONES void update_three(const Grad* __restrict__ g, std::uint32_t* __restrict__ a,       \
+                                                      std::uint32_t* __restrict__ b, std::uint32_t* __restrict__ c,    \
+                                                      std::int64_t begin, std::int64_t end) {                          \
     for (std::int64_t i = begin; i < end; ++i) {                                                                       \
       a[i] ^= g[i];                                                                                                    \
       b[i] ^= g[i];                                                                                                    \
@@ -126,8 +126,9 @@ ZC_ALWAYS_INLINE void write_only(To* __restrict__ out, std::int64_t begin, std::
       return static_cast<std::uint16_t>((a[i] ^= g[i]) >> 16);                                                         \
     });                                                                                                                \
   }                                                                                                                    \
-  ZC_TARGET_CLONES void update_two(const Grad* __restrict__ g, std::uint32_t* __restrict__ a,                          \
-                                   std::uint32_t* __restrict__ b, std::int64_t begin, std::int64_t end) {              \
+  [[maybe_unused]] ZC_TARGET_CLONES void update_two(const Grad* __restrict__ g, std::uint32_t* __restrict__ a,         \
+                                                    std::uint32_t* __restrict__ b, std::int64_t begin,                 \
+                                                    std::int64_t end) {                                                \
     for (std::int64_t i = begin; i < end; ++i) {                                                                       \
       a[i] ^= g[i];                                                                                                    \
       b[i] ^= g[i];                                                                                                    \
@@ -138,8 +139,8 @@ ZC_UPDATE_CEILINGS(std::uint16_t)
 #undef ZC_UPDATE_CEILINGS
 
 #define ZC_FOLD_CEILINGS(Acc, Source)                                                                                \
-  ZC_TARGET_CLONES void fold_one(Acc* __restrict__ acc, const Source* __restrict__ a, std::int64_t begin,            \
-                                 std::int64_t end) {                                                                 \
+  [[maybe_unused]] ZC_TARGET_CLONES void fold_one(Acc* __restrict__ acc, const Source* __restrict__ a,               \
+                                                  std::int64_t begin, std::int64_t end) {                            \
     for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i];                                                       \
   }                                                                                                                  \
   ZC_TARGET_CLONES void fold_two(Acc* __restrict__ acc, const Source* __restrict__ a, const Source* __restrict__ b,  \
