@@ -99,8 +99,8 @@ def text(bench: dict[str, Any]) -> str:
         f"{sum(part['took_s'] for part in parts.values()):.0f} s.",
         "",
         "A time is a median. In brackets stands where that lies with a confidence of 95 %, as far as what varies "
-        "within a run goes. `python bench/compare.py BEFORE.json AFTER.json` tells which figures of two runs differ by "
-        "more than that.",
+        "within a run goes. `python bench/compare.py BEFORE.json AFTER.json` tells which figures of zerocore's have "
+        "changed by more than that, and by more than those of its peers have.",
         "",
     ]
     steps = steps_of(bench)

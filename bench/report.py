@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ PARTS = {  # what is measured: the command that does, in ROOT; it writes its fig
     "step short": f"{STEP} short --blocks 9",
     "step tiny": f"{STEP} tiny --steps 5",
     "collectives": "bench_collectives.py --rounds 11",
-    "kernels": f"kernels_bench {CPP} --benchmark_filter=Ceiling|<float>|Momentum|Zero",
+    "kernels": f"kernels_bench {CPP} --benchmark_filter=Ceiling|(Adam|SquareSum)<float>|Fold<float>/sources:2",
     "threads": f"comm_bench {CPP}",
 }
 TIMEOUT_S = 1200
@@ -59,11 +60,13 @@ def run(part: str, binaries: Path, out: Path) -> dict[str, Any]:
         [*program, f"{flag}{file}"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if done.returncode != 0 or not file.exists():
-        sys.exit(f"report.py: {' '.join(command)} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        sys.exit(
+            f"report.py: {shlex.join(command)} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     took = round(time.perf_counter() - start, 1)
     figures = json.loads(file.read_text(), parse_float=lambda number: float(f"{float(number):.6g}"))
     rows = rows_of_google(figures["benchmarks"]) if "benchmarks" in figures else figures["rows"]
-    return {"command": " ".join(command), "took_s": took, "settings": figures.get("settings"), "rows": rows}
+    return {"command": shlex.join(command), "took_s": took, "settings": figures.get("settings"), "rows": rows}
 
 
 def rows_of_google(benchmarks: list[dict[str, Any]]) -> list[dict[str, Any]]:

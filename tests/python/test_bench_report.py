@@ -28,8 +28,8 @@ def test_the_page_has_all_that_make_bench_measures(tmp_path):
     assert bench["commit"] in text and bench["machine"]["cpu"] in text
     for part in bench["parts"].values():
         assert part["command"] in text.replace("\n", " ")
-        for row in part["rows"]:
-            assert row.get("engine", row.get("library", row.get("benchmark"))) in text
+        for each in part["rows"]:
+            assert each.get("engine", each.get("library", each.get("benchmark"))) in text
     for name in ("steps", "collectives"):
         assert f"(benchmarks_{name}.svg)" in text
         assert (tmp_path / f"benchmarks_{name}.svg").stat().st_size > 10_000
@@ -45,7 +45,7 @@ def test_a_part_is_run_and_its_figures_are_kept_with_the_command(monkeypatch, tm
     assert bench["machine"]["versions"]["torch"]
     part = bench["parts"]["collectives"]
     assert part["command"] == "python bench/python/bench_collectives.py --sizes 96 --rounds 2"
-    assert len(part["rows"]) == 15 and all(len(row["seconds"]) == 2 for row in part["rows"])
+    assert len(part["rows"]) == 15 and all(len(each["seconds"]) == 2 for each in part["rows"])
     assert "## Collectives" in (tmp_path / "benchmarks.md").read_text()
 
 
@@ -66,6 +66,10 @@ def test_repetitions_of_a_program_become_samples_and_a_wrong_result_ends_it():
         report.rows_of_google([{**GOOGLE, "error_occurred": True, "error_message": "wrong result"}])
 
 
+def row(samples, by="zerocore", group="group"):
+    return compare.Row(group, by, "us", list(samples))
+
+
 @pytest.mark.parametrize(
     ("after", "expected"),
     [
@@ -76,20 +80,30 @@ def test_repetitions_of_a_program_become_samples_and_a_wrong_result_ends_it():
     ],
 )
 def test_a_change_is_told_when_it_is_above_noise(after, expected):
-    assert compare.verdict(list(range(100, 120)), list(after), least=0.05) == expected
+    assert compare.verdict(row(range(100, 120)), row(after), least=0.05) == expected
 
 
 def test_a_change_below_the_least_is_not_told():
-    assert compare.verdict([100.0] * 20, [104.0] * 20, least=0.05) == ""
-    assert compare.verdict([100.0] * 20, [104.0] * 20, least=0.03) == "slower"
+    assert compare.verdict(row([100.0] * 20), row([104.0] * 20), least=0.05) == ""
+    assert compare.verdict(row([100.0] * 20), row([104.0] * 20), least=0.03) == "slower"
+
+
+@pytest.mark.parametrize(("control", "other_group", "expected"), [(2.0, 1.0, ""), (1.1, 2.0, "slower"), (0.5, 1.0, "")])
+def test_what_the_machine_changed_too_is_not_told(control, other_group, expected):
+    before = {by: row([1.0] * 20, by=by) for by in ("zerocore stage 2", "DDP", "gloo")}
+    before["other"] = row([1.0] * 20, by="DDP", group="another size")
+    factors = {"zerocore stage 2": 1.5, "DDP": control, "gloo": 9.0, "other": other_group}
+    after = {name: row([factors[name]] * 20, by=each.by, group=each.group) for name, each in before.items()}
+    found = compare.verdicts(before, after, 0.05)
+    assert found == {"zerocore stage 2": expected, "DDP": "control", "gloo": "", "other": "control"}
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.5, 0), (3.0, 1)])
 def test_a_slower_figure_fails_the_comparison(monkeypatch, tmp_path, capsys, factor, code):
     before = json.loads(STORED.read_text())
     after = copy.deepcopy(before)
-    row = next(row for row in after["parts"]["step tiny"]["rows"] if row["engine"] == "zerocore stage 2")
-    row["ratios"] = [factor * ratio for ratio in row["ratios"]]
+    changed = next(each for each in after["parts"]["step tiny"]["rows"] if each["engine"] == "zerocore stage 2")
+    changed["ratios"] = [factor * ratio for ratio in changed["ratios"]]
     after["parts"]["collectives"]["rows"].pop()
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
     for path, bench in zip(paths, (before, after), strict=True):
