@@ -67,8 +67,8 @@ def _block_numel(model: Any) -> int:
     return max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
 
 
-def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
-    """The engine of zerocore, with a ZeRO stage.
+def make_zerocore(stage: int, **zero: Any) -> Callable[[Any, int, int], Step]:
+    """The engine of zerocore, with a ZeRO stage; zero: more keys of its ZeroConfig.
 
     Stage 3 does what fully_shard does here: every parameter is sharded, a unit is a block or what is around the blocks,
     blocks are released after their forward and gathered again, one of them ahead, and the root is kept in between.
@@ -88,6 +88,7 @@ def make_zerocore(stage: int) -> Callable[[Any, int, int], Step]:
                 persistent_param_numel=0,
                 max_reuse_numel=1,
                 prefetch_numel=_block_numel(model) * 3 // 2,  # padding included
+                **zero,
             ),
         )
         return EngineStep(zerocore.Engine(model, config))
@@ -145,6 +146,7 @@ def engines() -> dict[str, Callable[[Any, int, int], Step]]:
     """The makers by name, of what is installed: (model, micro_batch, world_size) -> step."""
     found: dict[str, Callable[[Any, int, int], Step]] = {BARE: make_bare}
     found |= {f"zerocore stage {stage}": make_zerocore(stage) for stage in (0, 1, 2, 3)}
+    found |= {"zerocore stage 2, shared parameters": make_zerocore(2, share_parameters=True)}
     found |= {"DDP": make_ddp, "FSDP2": make_fsdp2}
     if importlib.util.find_spec("deepspeed"):
         found |= {f"DeepSpeed stage {stage}": make_deepspeed(stage) for stage in (1, 2, 3)}
