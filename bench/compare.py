@@ -121,12 +121,9 @@ def main() -> int:
     for path, names in ((args.before, before.keys() - after.keys()), (args.after, after.keys() - before.keys())):
         if names:
             print(f"only in {path}: {', '.join(sorted(names))}")
-    count = {word: list(found.values()).count(word) for word in ("slower", "faster", "control")}
-    others = len(found) - count["control"]
-    print(
-        f"{count['slower']} slower, {count['faster']} faster above noise, of {others} beside {count['control']} controls"
-    )
-    return 1 if count["slower"] else 0
+    slower, faster, controls = (list(found.values()).count(word) for word in ("slower", "faster", "control"))
+    print(f"{slower} slower, {faster} faster above noise, of {len(found) - controls} beside {controls} controls")
+    return 1 if slower else 0
 
 
 if __name__ == "__main__":
