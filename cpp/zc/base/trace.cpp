@@ -2,9 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -40,7 +38,7 @@ void record(std::int64_t begin_ns, const char* kind, std::string_view label, boo
     return;
   }
   Event& event = recording.events.emplace_back(Event{begin_ns, end_ns, thread, in_flight, kind, {}});
-  std::memcpy(event.label, label.data(), std::min(label.size(), kLabelBytes - 1));
+  label.copy(event.label, kLabelBytes - 1);
 }
 
 }  // namespace internal
