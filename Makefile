@@ -46,12 +46,10 @@ bench-page:  ## make docs/benchmarks.md of what `make bench` has measured
 	@cp build/bench/bench.json docs/benchmarks.json
 	@$(RUN) python bench/page.py docs/benchmarks.json docs
 
-bench-cpp: environment  ## all C++ benchmarks; results in build/bench/*.json
+bench-cpp: environment  ## all C++ benchmarks, each kernel and collective beside its ceiling or floor
 	@tools/debian-packages libbenchmark-dev
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_BENCH=ON
-	@mkdir -p build/bench
-	@for bench in build/$(PRESET)/bench/*_bench; do \
-	  $$bench --benchmark_out=build/bench/$$(basename $$bench).json $(ARGS) || exit 1; done
+	@for bench in build/$(PRESET)/bench/*_bench; do $$bench || exit 1; done
 
 bench-step: build  ## whole training steps against DDP, FSDP2 and DeepSpeed
 	@$(RUN) python bench/python/bench_step.py $(ARGS)

@@ -2,11 +2,11 @@
 
     python bench/compare.py BEFORE.json AFTER.json [--least 0.05]
 
-A row is one figure with its samples: a step by that of bare torch beside it, or a time. zerocore's has changed above
-noise when the 95 % intervals of the two medians do not overlap, and the medians differ by more than --least and by more
-than those of each control of its group. Controls are what is measured beside it and is not zerocore's: other engines,
-MPI, the floors; their changes are the machine's. (gloo is none: its times vary more than all others.) Exit code 1:
-something became slower above noise.
+A row is one figure with its samples: a step by that of bare torch beside it, a time, or a kernel's time by its
+ceiling's. zerocore's has changed above noise when the 95 % intervals of the two medians do not overlap, and the medians
+differ by more than --least and by more than those of each control of its group; of less than 6 samples, by 15 % at
+least. Controls are what is measured beside it and is not zerocore's: other engines, MPI, the floors; their changes are
+the machine's. (gloo is none: its times vary more than all others.) Exit code 1: something became slower above noise.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from rich.table import Table
 OWN = "zerocore"
 NO_ROWS = ("bare torch",)  # what others are measured by
 NO_CONTROLS = ("gloo",)
+FEW_SAMPLES = 6
+LEAST_OF_FEW = 0.15
 
 
 @dataclasses.dataclass
@@ -57,15 +59,13 @@ def rows_of(bench: dict[str, Any]) -> dict[str, Row]:
                 group = row["operation"] + (f" of {row['bytes']} B" if "bytes" in row else "")
                 found.append(Row(group, row["library"], "us", [s * 1e6 for s in row["seconds"]]))
             else:
-                found.append(Row(part, row["benchmark"], row["unit"], row["times"]))
+                found.append(Row(part, row["benchmark"], "x ceiling", row["by_ceiling"]))
     return {f"{row.group}: {row.by}": row for row in found if row.by not in NO_ROWS}
 
 
 def is_control(row: Row) -> bool:
     """Whether a change of it says something of the machine only."""
-    if row.group in ("kernels", "threads"):
-        return "Ceiling" in row.by
-    return not row.by.startswith((OWN, *NO_CONTROLS))
+    return row.group != "kernels" and not row.by.startswith((OWN, *NO_CONTROLS))
 
 
 def verdict(before: Row, after: Row, least: float) -> str:
@@ -96,7 +96,8 @@ def verdicts(before: dict[str, Row], after: dict[str, Row], least: float) -> dic
         elif old.by in NO_CONTROLS:
             found[name] = ""
         else:
-            found[name] = verdict(old, new, max(least, drift.get(old.group, 0.0)))
+            few = LEAST_OF_FEW if min(len(old.samples), len(new.samples)) < FEW_SAMPLES else 0.0
+            found[name] = verdict(old, new, max(least, few, drift.get(old.group, 0.0)))
     return found
 
 

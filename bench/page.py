@@ -70,13 +70,13 @@ def cell(row: dict[str, Any]) -> str:
     return f"{row['time_us']:.{0 if row['time_us'] >= 100 else 1}f}, {row['busbw_GBps']:.2f}"
 
 
-def benchmark_lines(rows: Rows) -> list[str]:
-    """What a C++ program measured."""
+def kernel_lines(rows: Rows) -> list[str]:
+    """What the kernels make of the memory's bandwidth."""
     lines = []
     for row in rows:
-        rate = f"{statistics.median(row['bytes_per_s']) / 1e9:.1f}" if row["bytes_per_s"] else ""
-        lines.append([f"`{row['benchmark']}`", f"{workload.summary(row['times'], 2)} {row['unit']}", rate])
-    return table(["", "time (95 %)", "GB/s"], lines)
+        rates = [f"{statistics.median(row[name]):.1f}" for name in ("GB/s", "ceiling GB/s")]
+        lines.append([f"`{row['benchmark']}`", *rates, f"{1 / statistics.median(row['by_ceiling']):.2f}"])
+    return table(["", "GB/s", "ceiling, GB/s", "of the ceiling"], lines)
 
 
 def steps_of(bench: dict[str, Any]) -> dict[str, Any]:
@@ -139,14 +139,26 @@ def text(bench: dict[str, Any]) -> str:
             "",
             *collective_lines(part["rows"]),
         ]
-    titles = {
-        "kernels": "One thread, 50 million elements; `BM_Ceiling...` is what the memory gives.",
-        "threads": "Collectives of two ranks that are threads of one process.",
-    }
-    for name, about in titles.items():
-        if name in parts:
-            part = parts[name]
-            out += [f"## {name.capitalize()}", "", f"{about} `{part['command']}`", "", *benchmark_lines(part["rows"])]
+    if "processes" in parts:
+        part = parts["processes"]
+        out += [
+            "### Without Python",
+            "",
+            "The same between processes of C++. The floor is measured in turns with them, to the end of the slowest "
+            f"rank. `{part['command']}`",
+            "",
+            *collective_lines(part["rows"]),
+        ]
+    if "kernels" in parts:
+        part = parts["kernels"]
+        out += [
+            "## Kernels",
+            "",
+            "50 million elements, AdamW 200 million. The ceiling is a loop that reads and writes the same arrays and "
+            f"computes next to nothing, measured in turns with the kernel. `{part['command']}`",
+            "",
+            *kernel_lines(part["rows"]),
+        ]
     out += [PROFILE]
     return "\n".join(map(wrapped, out))
 

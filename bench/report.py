@@ -28,14 +28,14 @@ import page
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path("bench/python")
 STEP = "bench_step.py --no-memory --size"
-CPP = "--benchmark_min_time=0.02 --benchmark_repetitions=6 --benchmark_enable_random_interleaving=true"
+KERNELS = "^(Adam<float>|Sgd|Fold<float,.float,.2>|SquareSum<float>|Cast<float,.BF16>)/threads:1/"
 PARTS = {  # what is measured: the command that does, in ROOT; it writes its figures to the file named at its end
     "step default": f"{STEP} default --steps 1 --blocks 7",
     "step short": f"{STEP} short --blocks 9",
     "step tiny": f"{STEP} tiny --steps 5",
     "collectives": "bench_collectives.py --rounds 11",
-    "kernels": f"kernels_bench {CPP} --benchmark_filter=Ceiling|(Adam|SquareSum)<float>|Fold<float>/sources:2",
-    "threads": f"comm_bench {CPP}",
+    "processes": "comm_bench --reps=11 --max-mib=64",
+    "kernels": f"kernels_bench --benchmark_filter={KERNELS}",
 }
 TIMEOUT_S = 1200
 
@@ -70,7 +70,7 @@ def run(part: str, binaries: Path, out: Path) -> dict[str, Any]:
 
 
 def rows_of_google(benchmarks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a benchmark of google-benchmark's, with the times of its repetitions."""
+    """A row a benchmark of google-benchmark's, with the times of its repetitions by those of its ceiling."""
     rows: dict[str, dict[str, Any]] = {}
     for found in benchmarks:
         if found.get("error_occurred"):
@@ -78,9 +78,10 @@ def rows_of_google(benchmarks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if found["run_type"] != "iteration":
             continue
         name = found["run_name"]
-        row = rows.setdefault(name, {"benchmark": name, "unit": found["time_unit"], "times": [], "bytes_per_s": []})
-        row["times"].append(found["real_time"])
-        row["bytes_per_s"] += [found["bytes_per_second"]] if "bytes_per_second" in found else []
+        row = rows.setdefault(name, {"benchmark": name, "by_ceiling": [], "GB/s": [], "ceiling GB/s": []})
+        row["by_ceiling"].append(1 / found["of_ceiling"])
+        row["GB/s"].append(found["GB/s"])
+        row["ceiling GB/s"].append(found["ceiling_GB/s"])
     return list(rows.values())
 
 

@@ -3,7 +3,7 @@
 // the collective. Times are of the slowest rank, from the call to the end of its wait(): medians, and the best, which
 // say more on a machine that others use.
 //
-//   comm_bench [--ranks=2] [--reps=15] [--max-mib=256]      4 ranks on 2 cores: --ranks=4
+//   comm_bench [--ranks=2] [--reps=15] [--max-mib=256] [--json=FILE]      4 ranks on 2 cores: --ranks=4
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -15,9 +15,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <new>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "zc/base/half.h"
@@ -218,6 +221,9 @@ class Rank {
     comm_->all_reduce({&wrong, 1}, ReduceOp::kSum, "wrong results").wait();
     if (wrong > 0) failed_ = true;
     if (rank_ != 0) return;
+    const std::string operation = std::string(name) + (bytes > 0 ? std::string(", ") + zc::name(dtype) : "");
+    rows_.push_back(json_row(operation, "zerocore, C++", bytes, times, bus_factor));
+    rows_.push_back(json_row(operation, "floor", bytes, floors, bus_factor));
     const double rate = static_cast<double>(bytes) / median * 1e-9;
     std::printf("%12lld %12lld %-6s %-18s %10.1f %8.2f %8.2f %10.1f %6.2f %10.1f %10.1f %6.2f %6lld\n",
                 static_cast<long long>(bytes), static_cast<long long>(bytes / size_bytes(dtype)), zc::name(dtype), name,
@@ -226,8 +232,32 @@ class Rank {
     std::fflush(stdout);
   }
 
+  // As bench_collectives.py writes them.
+  static std::string json_row(const std::string& operation, const char* library, std::int64_t bytes,
+                              const std::vector<double>& seconds, double bus_factor) {
+    const double median = seconds[seconds.size() / 2];
+    std::ostringstream out;
+    out << R"({"operation": ")" << operation << R"(", "library": ")" << library << R"(", "time_us": )" << median * 1e6;
+    if (bytes > 0) {
+      const double rate = static_cast<double>(bytes) / median * 1e-9;
+      out << R"(, "bytes": )" << bytes << R"(, "algbw_GBps": )" << rate << R"(, "busbw_GBps": )" << rate * bus_factor;
+    }
+    out << R"(, "seconds": [)";
+    for (std::size_t i = 0; i < seconds.size(); ++i) out << (i > 0 ? ", " : "") << seconds[i];
+    out << "]}";
+    return out.str();
+  }
+
  public:
   bool failed() const { return failed_; }
+
+  void write(const std::string& path) const {
+    std::ofstream file(path);
+    file << R"({"settings": {"ranks": )" << size_ << R"(}, "rows": [)";
+    for (std::size_t i = 0; i < rows_.size(); ++i) file << (i > 0 ? ",\n" : "\n") << rows_[i];
+    file << "\n]}\n";
+    ZC_CHECK(file.flush(), kIo, "cannot write ", path);
+  }
 
  private:
   int rank_, size_, reps_;
@@ -235,6 +265,7 @@ class Rank {
   std::byte* arena_;
   std::int64_t arena_bytes_;
   std::shared_ptr<Communicator> comm_;
+  std::vector<std::string> rows_;
   bool failed_ = false;
 };
 
@@ -242,6 +273,13 @@ void* map_shared(std::size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   return memory;
+}
+
+std::string text_option(int argc, char** argv, std::string_view start) {
+  for (int i = 1; i < argc; ++i) {
+    if (std::string_view(argv[i]).starts_with(start)) return argv[i] + start.size();
+  }
+  return {};
 }
 
 long option(int argc, char** argv, const char* name, long otherwise) {
@@ -271,6 +309,8 @@ int run(int argc, char** argv) {
     Rank own(rank, size, reps, shared, arena, max_bytes);
     own.run(max_bytes);
     failed = own.failed();
+    const std::string path = text_option(argc, argv, "--json=");
+    if (rank == 0 && !path.empty()) own.write(path);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "comm_bench: rank %d: %s\n", rank, error.what());
   }

@@ -120,7 +120,7 @@ ZC_ALWAYS_INLINE void write_only(To* __restrict__ out, std::int64_t begin, std::
   ZC_TARGET_CLONES void update_three_and_copy(const Grad* __restrict__ g, std::uint32_t* __restrict__ a,               \
                                               std::uint32_t* __restrict__ b, std::uint32_t* __restrict__ c,            \
                                               std::uint16_t* __restrict__ out, std::int64_t begin, std::int64_t end) { \
-    write_only<true>(out, begin, end, [=](std::int64_t i) [[gnu::always_inline]] {                                     \
+    write_only<true>(out, begin, end, [=](std::int64_t i) __attribute__((always_inline)) {                             \
       b[i] ^= g[i];                                                                                                    \
       c[i] ^= g[i];                                                                                                    \
       return static_cast<std::uint16_t>((a[i] ^= g[i]) >> 16);                                                         \
@@ -138,19 +138,19 @@ ZC_UPDATE_CEILINGS(std::uint32_t)
 ZC_UPDATE_CEILINGS(std::uint16_t)
 #undef ZC_UPDATE_CEILINGS
 
-#define ZC_FOLD_CEILINGS(Acc, Source)                                                                                \
-  [[maybe_unused]] ZC_TARGET_CLONES void fold_one(Acc* __restrict__ acc, const Source* __restrict__ a,               \
-                                                  std::int64_t begin, std::int64_t end) {                            \
-    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i];                                                       \
-  }                                                                                                                  \
-  ZC_TARGET_CLONES void fold_two(Acc* __restrict__ acc, const Source* __restrict__ a, const Source* __restrict__ b,  \
-                                 std::int64_t begin, std::int64_t end) {                                             \
-    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i] ^ b[i];                                                \
-  }                                                                                                                  \
-  ZC_TARGET_CLONES void fold_four(Acc* __restrict__ acc, const Source* __restrict__ a, const Source* __restrict__ b, \
-                                  const Source* __restrict__ c, const Source* __restrict__ d, std::int64_t begin,    \
-                                  std::int64_t end) {                                                                \
-    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i] ^ b[i] ^ c[i] ^ d[i];                                  \
+#define ZC_FOLD_CEILINGS(Acc, Source)                                                                                  \
+  [[maybe_unused]] ZC_TARGET_CLONES void fold_one(Acc* __restrict__ acc, const Source* __restrict__ a,                 \
+                                                  std::int64_t begin, std::int64_t end) {                              \
+    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i];                                                         \
+  }                                                                                                                    \
+  ZC_TARGET_CLONES void fold_two(Acc* __restrict__ acc, const Source* __restrict__ a, const Source* __restrict__ b,    \
+                                 std::int64_t begin, std::int64_t end) {                                               \
+    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i] ^ b[i];                                                  \
+  }                                                                                                                    \
+  [[maybe_unused]] ZC_TARGET_CLONES void fold_four(                                                                    \
+      Acc* __restrict__ acc, const Source* __restrict__ a, const Source* __restrict__ b, const Source* __restrict__ c, \
+      const Source* __restrict__ d, std::int64_t begin, std::int64_t end) {                                            \
+    for (std::int64_t i = begin; i < end; ++i) acc[i] ^= a[i] ^ b[i] ^ c[i] ^ d[i];                                    \
   }
 ZC_FOLD_CEILINGS(std::uint32_t, std::uint32_t)
 ZC_FOLD_CEILINGS(std::uint32_t, std::uint16_t)

@@ -55,13 +55,13 @@ def test_a_part_that_fails_ends_it(monkeypatch, tmp_path):
         report.run("collectives", tmp_path, tmp_path)
 
 
-GOOGLE = {"name": "a/1", "run_name": "a/1", "run_type": "iteration", "real_time": 2.0, "time_unit": "ms"}
+GOOGLE = {"name": "a/1", "run_name": "a/1", "run_type": "iteration", "of_ceiling": 0.5, "GB/s": 9, "ceiling_GB/s": 18}
 
 
 def test_repetitions_of_a_program_become_samples_and_a_wrong_result_ends_it():
-    mean = {**GOOGLE, "run_type": "aggregate", "real_time": 2.5}
-    rows = report.rows_of_google([GOOGLE, {**GOOGLE, "real_time": 3.0, "bytes_per_second": 1e9}, mean])
-    assert rows == [{"benchmark": "a/1", "unit": "ms", "times": [2.0, 3.0], "bytes_per_s": [1e9]}]
+    mean = {**GOOGLE, "run_type": "aggregate", "of_ceiling": 0.75}
+    rows = report.rows_of_google([GOOGLE, {**GOOGLE, "of_ceiling": 1.0, "GB/s": 18}, mean])
+    assert rows == [{"benchmark": "a/1", "by_ceiling": [2.0, 1.0], "GB/s": [9, 18], "ceiling GB/s": [18, 18]}]
     with pytest.raises(SystemExit, match="wrong result"):
         report.rows_of_google([{**GOOGLE, "error_occurred": True, "error_message": "wrong result"}])
 
