@@ -12,7 +12,7 @@ PY_FILES := python tests examples bench tools
 .PHONY: bench bench-page bench-cpp bench-adam bench-step bench-collectives bench-guard bench-checkpoint
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 19
 
 build: environment  ## build the package in place (python/zerocore)
 	@$(RUN) tools/build $(PRESET) python

@@ -30,8 +30,8 @@ SCRIPTS = Path("bench/python")
 STEP = "bench_step.py --no-memory --size"
 KERNELS = "^(Adam<float>|Sgd|Fold<float,.float,.2>|SquareSum<float>|Cast<float,.BF16>)/threads:1/"
 PARTS = {  # what is measured: the command that does, in ROOT; it writes its figures to the file named at its end
-    "step default": f"{STEP} default --steps 1 --blocks 7",
-    "step short": f"{STEP} short --blocks 9",
+    "step default": f"{STEP} default --steps 1 --blocks 6",
+    "step short": f"{STEP} short --blocks 7",
     "step tiny": f"{STEP} tiny --steps 5",
     "collectives": "bench_collectives.py --rounds 11",
     "processes": "comm_bench --reps=11 --max-mib=64",

@@ -120,7 +120,7 @@ bool GradReducer::may_launch_next() {
   constexpr std::chrono::milliseconds kPatience{20};
   if (!peers_may_wait_ || pool_.empty()) return true;
   const comm::Work& work = pool_[next_buffer_].work;
-  const trace::Scope scope("wait a moment", pool_[next_buffer_].label);
+  const trace::Scope scope("wait", pool_[next_buffer_].label);
   const bool free = work.done() || (!was_patient_ && work.wait_for(kPatience));
   was_patient_ = !free;
   return free;
