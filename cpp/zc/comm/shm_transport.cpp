@@ -339,9 +339,10 @@ class ShmTransport final : public Transport {
 
 // --- Ranks find each other
 
-struct Contact {          // travels as bytes between equal builds
-  std::uint64_t name[2];  // of an abstract socket
-  std::uint64_t secret;   // only a rank of this job knows it
+struct Contact {            // travels as bytes between equal builds
+  std::uint64_t name[2];    // of an abstract socket
+  std::uint64_t secret;     // only a rank of this job knows it
+  std::int64_t process_id;  // in the name, for whoever looks at a list of sockets
 };
 
 struct Hello {
@@ -356,7 +357,8 @@ struct Outcome {
 sockaddr_un address_of(const Contact& contact) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  const std::string name = concat("zerocore-", std::hex, contact.name[0], "-", contact.name[1]);
+  const std::string name =
+      concat("zerocore-", contact.process_id, "-", std::hex, contact.name[0], "-", contact.name[1]);
   name.copy(address.sun_path + 1, sizeof address.sun_path - 1);  // the leading zero makes it abstract
   return address;
 }
@@ -376,7 +378,7 @@ class Connecting {
   std::string listen(Contact* own) {
     std::random_device random;
     const auto draw = [&random] { return (std::uint64_t{random()} << 32) | random(); };
-    *own = own_ = {{draw(), draw()}, draw()};
+    *own = own_ = {{draw(), draw()}, draw(), getpid()};
     const sockaddr_un address = address_of(own_);
     listener_ = make_socket();
     if (!listener_ || bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
