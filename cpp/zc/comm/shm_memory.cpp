@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -37,13 +38,24 @@ std::int64_t available_bytes() {
   return std::numeric_limits<std::int64_t>::max();
 }
 
+// Memory keeps its descriptor until peers have it: a large model has more of that than the usual 1024. False: the limit
+// is what the system allows already.
+bool raise_descriptor_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return false;
+  limit.rlim_cur = limit.rlim_max;
+  return setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
 }  // namespace
 
 Descriptor make_memory_file(std::int64_t bytes) {
   const std::int64_t available = available_bytes();
   ZC_CHECK(bytes <= available, kDevice, "[comm] out of shared memory: got no ", bytes, " bytes, the machine has ",
            available, " left", kWayOut);
-  Descriptor file = Descriptor::adopt([] { return memfd_create("zerocore", MFD_CLOEXEC); });
+  const auto open = [] { return memfd_create("zerocore", MFD_CLOEXEC); };
+  Descriptor file = Descriptor::adopt(open);
+  if (!file && errno == EMFILE && raise_descriptor_limit()) file = Descriptor::adopt(open);
   int result = 0;
   if (!file || ftruncate(file.get(), bytes) != 0 || (result = posix_fallocate(file.get(), 0, bytes)) != 0) {
     const int reason = result != 0 ? result : errno;

@@ -402,6 +402,27 @@ TEST(ShmProcessTest, AllCollectivesWorkBetweenProcesses) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.wait(rank), 0);
 }
 
+// A large model has more buckets than files may be open, as a rule.
+TEST(ShmProcessTest, ManyBuffersRaiseTheLimitOfOpenFiles) {
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  ASSERT_GE(limit.rlim_max, 1000u);
+  limit.rlim_cur = 100;
+  Processes ranks(2, kLong, [&](Communicator& comm) {
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 97;
+    std::vector<Memory> buffers;
+    for (int i = 0; i < 200; ++i) buffers.push_back(comm.allocate(1 << 17));
+    for (const Memory& buffer : buffers) {
+      std::memset(buffer.get() + comm.rank() * (1 << 16), comm.rank() + 1, 1 << 16);
+      comm.all_gather({buffer.get(), 1 << 17, DType::kU8, {}}, "buffer").wait();
+      if (buffer[0] != std::byte{1} || buffer[(1 << 17) - 1] != std::byte{2}) return 1;
+    }
+    return 0;
+  });
+  EXPECT_EQ(ranks.wait(0), 0);
+  EXPECT_EQ(ranks.wait(1), 0);
+}
+
 TEST(ShmProcessTest, AKilledRankIsNamedByTheOthersWithinMoments) {
   Processes ranks(3, kLong, [](Communicator& comm) { return train_until_it_breaks(comm, "rank 1 has died"); });
   std::this_thread::sleep_for(milliseconds(300));
