@@ -37,7 +37,7 @@ soak: environment-test  ## the long tests: nothing grows over many engines and s
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
-bench: environment  ## steps, collectives and kernels beside their peers, in under 3 minutes; page in build/bench/benchmarks.md
+bench: environment  ## steps, collectives and kernels beside their peers, in a few minutes; page in build/bench/benchmarks.md
 	@tools/debian-packages libbenchmark-dev
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_BENCH=ON
 	@$(RUN) python bench/report.py --binaries build/$(PRESET)/bench $(ARGS)

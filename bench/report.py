@@ -3,9 +3,8 @@
     python bench/report.py [--out build/bench] [--parts "step short" ...] [--binaries build/dev/bench]
 
 Steps of training, collectives, kernels: each is a script or a program of its own in this folder, run here with fewer
-repetitions than it has by itself, so that all take less than three minutes on two quiet cores. The figures, with the
-machine, the commit and the commands, go to OUT/bench.json; bench/page.py makes the page, bench/compare.py compares two
-such files.
+repetitions than it has by itself, so that all take a few minutes on two cores. The figures, with the machine, the
+commit and the commands, go to OUT/bench.json; bench/page.py makes the page, bench/compare.py compares two such files.
 """
 
 from __future__ import annotations
