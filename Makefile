@@ -32,9 +32,10 @@ test: environment-test  ## all C++ and Python tests
 	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
 	@$(RUN) python -m pytest $(ARGS)
 
-soak: environment-test  ## the long tests: nothing grows over many engines and steps, nothing saved is lost to a crash
+soak: environment-test  ## the long tests: nothing grows, nothing saved is lost to a crash, killed ranks leave nothing
 	@tools/debian-packages libgtest-dev
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
+	@ZC_TEST_KILLED_GROUPS=1000 $(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -R KilledGroups
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
 bench: environment  ## steps, collectives and kernels beside their peers, in a few minutes; page in build/bench/benchmarks.md

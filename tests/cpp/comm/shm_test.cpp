@@ -460,7 +460,7 @@ bool has_listener_of(const std::set<pid_t>& processes) {
   return false;
 }
 
-// ZC_TEST_KILLED_GROUPS=1000 for the long form.
+// `make soak` kills 1000.
 TEST(ShmProcessTest, KilledGroupsLeaveNothingBehind) {
   const char* const wanted = std::getenv("ZC_TEST_KILLED_GROUPS");
   const int num_groups = wanted != nullptr ? std::atoi(wanted) : 10;
