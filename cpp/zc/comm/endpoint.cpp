@@ -336,6 +336,7 @@ void Endpoint::announce(Peer::State state, std::string_view reason, std::string_
   for (int rank = 0; rank < transport_->size(); ++rank) {
     if (rank == transport_->rank()) continue;  // one that has left may be waiting for this
     Outgoing& out = outgoing_.emplace_back();
+    out.rank = rank;
     out.message = std::make_unique<Announcement>();
     out.message->state = state;
     out.message->num_broken = static_cast<int>(std::min(broken_.size(), kMaxBroken));
@@ -348,7 +349,7 @@ void Endpoint::announce(Peer::State state, std::string_view reason, std::string_
 
 bool Endpoint::sent() {
   bool all = true;
-  for (Outgoing& out : outgoing_) all = transport_->test(out.request) && all;
+  for (Outgoing& out : outgoing_) all = (peer(out.rank).died() || transport_->test(out.request)) && all;
   return all;
 }
 

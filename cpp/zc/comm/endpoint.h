@@ -141,6 +141,7 @@ class Endpoint final : public Driver {
     Transport::Request request = nullptr;
   };
   struct Outgoing {
+    int rank;
     std::unique_ptr<Announcement> message;
     Transport::Request request = nullptr;
   };
@@ -174,7 +175,7 @@ class Endpoint final : public Driver {
   void announce(Peer::State state, std::string_view reason, std::string_view place);
   std::string ask_place();
   std::string places(std::span<const int> also_failing);
-  bool sent();  // all announcements have gone out
+  bool sent();  // all announcements have gone out to who lives
   void say_goodbye();
   void close() noexcept;
 
