@@ -71,6 +71,7 @@ def test_the_keys_are_these():
         "precision.on_nonfinite",
         "zero.stage",
         "zero.bucket_numel",
+        "zero.share_parameters",
         "zero.unit_numel",
         "zero.unit_classes",
         "zero.unit_names",
