@@ -8,16 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "support/limits.h"
 #include "support/ranks.h"
 
 namespace zc::comm {
 namespace {
-
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using Clock = std::chrono::steady_clock;
-
-constexpr seconds kLong{30};
 
 std::string error_of(const std::function<void()>& call) {
   try {

@@ -12,16 +12,11 @@
 #include <thread>
 #include <vector>
 
+#include "support/limits.h"
 #include "support/ranks.h"
 
 namespace zc::comm {
 namespace {
-
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using Clock = std::chrono::steady_clock;
-
-constexpr seconds kLong{30};
 
 struct Fate {
   std::string error;  // of the body's Error; empty when it returned

@@ -23,16 +23,11 @@
 #include <utility>
 #include <vector>
 
+#include "support/limits.h"
 #include "support/ranks.h"
 
 namespace zc::comm {
 namespace {
-
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using Clock = std::chrono::steady_clock;
-
-constexpr seconds kLong{30};
 
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << "it says: " << (text)
 
