@@ -390,7 +390,8 @@ def test_a_mean_on_one_rank_is_named_after_the_timeout(job):
     # Its own wait ends first, or that of the others for it.
     assert re.search(
         r"CommError: \[comm\] (timed out after 2 s in step 2, mean over ranks: rank 0, rank 2 did not arrive"
-        r"|rank [02] has failed \(\[comm\] timed out after 2 s in step 2, reduce bucket 0 .*: rank 1 did not arrive)",
+        r"|rank [02] (has failed|reports a failure) "
+        r"\(\[comm\] timed out after 2 s in step 2, reduce bucket 0 .*: rank 1 did not arrive)",
         ranks[1].text,
     )
     assert "mean over ranks" in ranks[1].text
