@@ -174,6 +174,13 @@ void bind_engine(py::module_& m) {
       NoGil(), "The ranks over which this rank's model states are sharded. Collective.");
   m.def("exact_mean", &zc::engine::exact_mean, NoGil(), py::arg("comm"), py::arg("value"), py::arg("counts"),
         "The mean over the ranks that count, exact and rounded once. Collective.");
+  m.def(
+      "sum_weights",
+      [](zc::comm::Communicator& comm, std::vector<double> weights, bool missing) {
+        return zc::engine::sum_weights(comm, {std::move(weights), missing});
+      },
+      NoGil(), py::arg("comm"), py::arg("weights"), py::arg("missing"),
+      "The exact sum of all ranks' weights of micro-batches, rounded once; None when there are none. Collective.");
 
   py::class_<zc::zero::ParamSpec>(m, "ParamSpec")
       .def(py::init([](std::string name, std::int64_t numel, zc::DType dtype, int group, int unit,
@@ -266,8 +273,11 @@ void bind_engine(py::module_& m) {
       .def(
           "step",
           [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm,
-             std::uint32_t settings, bool stop) { return self.step(groups, divisor, max_norm, settings, stop); },
-          NoGil())
+             std::uint32_t settings, bool stop, std::vector<double> weights, bool weights_missing, double scale) {
+            return self.step(groups, divisor, max_norm, settings, stop, {std::move(weights), weights_missing}, scale);
+          },
+          NoGil(), py::arg("groups"), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"),
+          py::arg("stop"), py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report);
   bind_checkpoint(engine);

@@ -14,13 +14,44 @@ Note: three kinds of loops. With gas accumulation steps > 1 the first `step()` d
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
+import math
+from typing import Any
 
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
 
 logger = logging.getLogger("zerocore")
+
+
+@dataclasses.dataclass
+class Weights:
+    """What this rank's micro-batches of one step weigh; missing: some of them came without a weight."""
+
+    given: list[float] = dataclasses.field(default_factory=list)
+    missing: bool = False
+
+    def add(self, weight: Any) -> None:
+        """weight: of what one backward() was called for; None: it has none.
+
+        Raises:
+            ConfigError: it is no finite number of 0 or more.
+        """
+        if weight is None:
+            self.missing = True
+            return
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise ConfigError(
+                f"[engine] backward: got weight={weight!r}, expected a finite number of 0 or more: how many tokens (or "
+                "samples) the loss is the sum over."
+            )
+        self.given.append(value)
 
 
 class Loop(enum.Enum):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerocore import _comm, _core, _data, _init, _memory, _optimizer, _profile, checkpointing, schedulers, zero
-from zerocore._accumulation import Accumulation, Loop
+from zerocore._accumulation import Accumulation, Loop, Weights
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._checkpoint import Checkpoints
@@ -129,6 +129,7 @@ class Engine(WholeModel, Saving):
         self._had_micro_batch = True
         self._ended_early = False  # the micro-step, by somebody who read gradients
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
+        self._weights = Weights()
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None  # what has left the state in parts
@@ -161,18 +162,27 @@ class Engine(WholeModel, Saving):
             return self.module(*args, **kwargs)
 
     @_profile.phase("backward")
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, weight: Any = None) -> torch.Tensor:
         """Computes gradients and takes them. Not to be divided by anything: `step()` divides once, exactly.
 
+        Where micro-batches differ in their number of tokens, the mean of their means is not the mean over all tokens.
+        Then pass the sum, and how many tokens it is over: the gradient of the step is the sum over all micro-batches of
+        all ranks, divided once by the sum of all weights, which is exact. Either every backward() of a step has a
+        weight or none has; those of one micro-batch add up (give a second loss over the same tokens 0).
+
         Args:
-            loss: a scalar that depends on the model's parameters; the mean over the micro-batch.
+            loss: a scalar that depends on the model's parameters; the mean over the micro-batch, or with a weight, the
+                sum over it.
             retain_graph: as in torch.
+            weight: the number of tokens (or samples); a finite number of 0 or more, or a tensor of one.
 
         Returns:
-            The loss, detached, divided by gradient_accumulation_steps (as DeepSpeed does) under managed accumulation.
+            The loss, detached: divided by its weight, if that is not 0; without one, divided by
+            gradient_accumulation_steps (as DeepSpeed does) under managed accumulation.
 
         Raises:
-            ConfigError: the loss is not a scalar or has no graph.
+            ConfigError: the loss is not a scalar or has no graph; or the weight is no such number. From step(), on all
+                ranks: some micro-batches have a weight and others not, or all weights are 0.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -191,6 +201,7 @@ class Engine(WholeModel, Saving):
             )
         self._begin_micro_step()
         if self._had_micro_batch:
+            self._weights.add(weight)
             self._losses.append(loss.detach())
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         try:
@@ -203,6 +214,8 @@ class Engine(WholeModel, Saving):
                     "micro-batch are partly in, on this rank only"
                 )
             raise
+        if weight is not None:
+            return loss.detach() / (float(weight) or 1.0)
         managed = self.config.managed_gradient_accumulation
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
 
@@ -236,14 +249,18 @@ class Engine(WholeModel, Saving):
         """Steps the optimizer on all ranks; divisor: of the gradients as they would be without a loss scale."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
         result = self._params.step(
-            divisor=divisor * scale, max_norm=self.config.gradient_clipping, stop=self._checkpoints.stop_asked
+            divisor=divisor * scale,
+            scale=scale,
+            weights=self._weights,
+            max_norm=self.config.gradient_clipping,
+            stop=self._checkpoints.stop_asked,
         )
         broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
         self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
         self._accumulation.reset()
         self._applied = not result.skipped
         step, losses = self.global_steps, self._losses
-        self._losses = []
+        self._losses, self._weights = [], Weights()
         self.global_steps += 1
         self.skipped_steps += result.skipped
         self.comm.set_activity(f"step {self.global_steps}")
@@ -325,7 +342,7 @@ class Engine(WholeModel, Saving):
         self._accumulation.reset()
         self._ended_early = False
         self._forwards = 0
-        self._losses = []
+        self._losses, self._weights = [], Weights()
         self._broken_by = None
 
     # What happened
@@ -504,7 +521,7 @@ class Engine(WholeModel, Saving):
         self._accumulation.reset()
         self._ended_early = False
         self._forwards = 0
-        self._losses = []
+        self._losses, self._weights = [], Weights()
         self.comm.set_activity(f"step {self.global_steps}")
 
     def _check_whole(self) -> None:
@@ -534,7 +551,8 @@ class Engine(WholeModel, Saving):
                 "[engine] there is no gradient: got a read or write of one before backward() or after step(), expected "
                 "one between the two."
             )
-        return self._accumulation.divisor() * self.loss_scale
+        total = _core.sum_weights(self._mean_comm, self._weights.given, self._weights.missing)
+        return (self._accumulation.divisor() if total is None else total) * self.loss_scale
 
     def _raises_on_nonfinite(self) -> bool:
         policy = self.config.precision.on_nonfinite

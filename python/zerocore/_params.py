@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerocore import _core, _memory, _released, _tensor
+from zerocore._accumulation import Weights
 from zerocore._gathering import UnitGatherer
 from zerocore._gradients import Gradients
 from zerocore._optimizer import Optimizer
@@ -196,12 +197,22 @@ class ModelParams(_released.NotPickled):
                     name,
                 )
 
-    def step(self, *, divisor: float, max_norm: float, stop: bool) -> StepOutcome:
+    def step(self, *, divisor: float, scale: float, weights: Weights, max_norm: float, stop: bool) -> StepOutcome:
+        """divisor: with the loss scale in it; where micro-batches have weights, these and the scale take its place."""
         self._check_groups()
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
-        result = self._core.step(self._optimizer.hypers(), divisor, max_norm, zlib.crc32(repr(written).encode()), stop)
+        result = self._core.step(
+            self._optimizer.hypers(),
+            divisor=divisor,
+            max_norm=max_norm,
+            settings=zlib.crc32(repr(written).encode()),
+            stop=stop,
+            weights=weights.given,
+            weights_missing=weights.missing,
+            scale=scale,
+        )
         if not result.skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes

@@ -62,8 +62,11 @@ class Reference:
         self.state = [[torch.zeros_like(m), torch.zeros_like(m)] for m in masters]
         self.steps = [0] * len(masters)
 
-    def step(self, losses):
-        """One optimizer step over the step's micro-batches; losses: functions that compute each one's loss."""
+    def step(self, losses, weights=None):
+        """One optimizer step over the step's micro-batches; losses: functions that compute each one's loss.
+
+        weights: what each one's loss is the sum over; None: losses are means.
+        """
         sums, used = [torch.zeros_like(m) for m in self.masters], [False] * len(self.masters)
         for loss in losses:
             (loss().float() * self.scale).backward()
@@ -72,7 +75,7 @@ class Reference:
                     total = sums[i] + p.grad.to(self.reduced or p.dtype).float()
                     sums[i] = total.to(self.accumulated).float() + 0.0  # a sum is never -0
                     used[i], p.grad = True, None
-        divisor = self.scale * len(losses)
+        divisor = self.scale * (len(losses) if weights is None else math.fsum(weights))
         norm = math.sqrt(math.fsum(s for x in sums for s in block_square_sums(x))) / divisor
         clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
         for i in range(len(sums)):

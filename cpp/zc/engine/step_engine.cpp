@@ -292,11 +292,11 @@ void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
 }
 
 StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
-                            std::uint32_t settings, bool stop) {
+                            std::uint32_t settings, bool stop, const Weights& weights, double scale) {
   ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   optimizer_.set_groups(groups);
   reducer_->wait();
-  StepResult result = measure(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop);
+  StepResult result = measure(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop, weights, scale);
   if (result.scalars.skip) {
     result.nonfinite = nonfinite_params();
     zero_grad();
@@ -339,7 +339,8 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
 }
 
 // The exact norm over all ranks, and with it every scalar of the step.
-StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop) {
+StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop,
+                               const Weights& weights, double scale) {
   math::ExactSum sum;
   std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
@@ -349,20 +350,24 @@ StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t set
     device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
   }
   sum.normalize();
-  std::array<std::int64_t, math::ExactSum::kNumLimbs + 3> message;
+  constexpr std::size_t kLimbs = math::ExactSum::kNumLimbs;
+  std::array<std::int64_t, kLimbs + 3 + kWeightWords> message;
+  const auto words = std::span(message).last<kWeightWords>();
   std::copy(sum.limbs().begin(), sum.limbs().end(), message.begin());
-  message[math::ExactSum::kNumLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
-  message[math::ExactSum::kNumLimbs + 1] = settings;
-  message.back() = stop ? 1 : 0;
+  message[kLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
+  message[kLimbs + 1] = settings;
+  message[kLimbs + 2] = stop ? 1 : 0;
+  write_weights(weights, words);
   trace::wait(comm_->all_reduce(message, comm::ReduceOp::kSum, "gradient norm"), "gradient norm");
-  ZC_CHECK(message[math::ExactSum::kNumLimbs + 1] == settings * comm_->size(), kConfig,
+  ZC_CHECK(message[kLimbs + 1] == settings * comm_->size(), kConfig,
            "[engine] ranks step with different settings: got other learning rates, hyperparameters, numbers of "
            "micro-batches or parameters written by hand on some rank, expected the same on all. Nothing was updated. "
            "Change param_groups and parameters on every rank alike.");
-  std::copy_n(message.begin(), math::ExactSum::kNumLimbs, sum.limbs().begin());
+  if (const std::optional<double> total = total_weight(words)) divisor = scale * *total;
+  std::copy_n(message.begin(), kLimbs, sum.limbs().begin());
   sum.normalize();
-  const bool finite = message[math::ExactSum::kNumLimbs] == 0;
-  return {math::step_scalars(sum.to_double(), finite, divisor, max_norm), message.back() != 0, {}};
+  const bool finite = message[kLimbs] == 0;
+  return {math::step_scalars(sum.to_double(), finite, divisor, max_norm), message[kLimbs + 2] != 0, {}};
 }
 
 std::vector<int> StepEngine::nonfinite_params() {

@@ -15,6 +15,7 @@
 
 #include "zc/comm/communicator.h"
 #include "zc/device/device.h"
+#include "zc/engine/reductions.h"
 #include "zc/optim/optimizer.h"
 #include "zc/zero/bucket.h"
 #include "zc/zero/grad_reducer.h"
@@ -110,12 +111,12 @@ class StepEngine {
   const std::shared_ptr<comm::Communicator>& gather_comm() const { return gather_comm_; }
 
   // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a
-  // parameter group. divisor: loss scale times micro-batches; max_norm 0: no clipping. Nothing is updated when a
-  // gradient is not finite. settings: a number that must be equal on all ranks, made of what else decides the update;
-  // when it or an argument differs, kConfig on all of them. stop: this rank asks all to stop after this step.
-  // Collective.
+  // parameter group. divisor: loss scale times micro-batches; where these have weights, scale times the sum of
+  // all ranks' weights takes its place. max_norm 0: no clipping. Nothing is updated when a gradient is not finite.
+  // settings: a number that must be equal on all ranks, made of what else decides the update; when it or an argument
+  // other than weights differs, kConfig on all of them. stop: this rank asks all to stop after this step. Collective.
   StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
-                  bool stop = false);
+                  bool stop = false, const Weights& weights = {}, double scale = 1);
 
   // Drops what was folded since the last step.
   void zero_grad();
@@ -144,7 +145,8 @@ class StepEngine {
   bool gathers_after_update(std::size_t bucket) const {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }
-  StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop);
+  StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
+                     double scale);
   std::vector<int> nonfinite_params();
 
   std::shared_ptr<comm::Communicator> comm_;

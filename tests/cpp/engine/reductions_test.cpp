@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "support/ranks.h"
+#include "zc/base/error.h"
 
 namespace zc::engine {
 namespace {
@@ -24,6 +25,18 @@ TEST(ReductionsTest, ExactMeanIsNaNWhenAValueIsNotFiniteOrNobodyCounts) {
     EXPECT_TRUE(std::isnan(exact_mean(*comm, bad, true)));
     EXPECT_TRUE(std::isnan(exact_mean(*comm, 1.0, false)));
     EXPECT_EQ(exact_mean(*comm, bad, comm->rank() == 0), 1.0);
+  });
+}
+
+TEST(ReductionsTest, WeightsAreAddedUpExactlyWhereThereAreAny) {
+  test::run_ranks(3, [](std::shared_ptr<comm::Communicator> comm) {
+    const std::vector<Weights> weights = {{{1e300, 0.5}, false}, {{}, false}, {{-0.0, 1.0, 2.0}, false}};
+    EXPECT_EQ(sum_weights(*comm, weights[static_cast<std::size_t>(comm->rank())]), 1e300);
+    const std::vector<Weights> small = {{{1e16, 1.0}, false}, {{}, false}, {{1.0}, false}};
+    EXPECT_EQ(sum_weights(*comm, small[static_cast<std::size_t>(comm->rank())]), 1e16 + 2.0);
+    EXPECT_EQ(sum_weights(*comm, {{}, comm->rank() == 1}), std::nullopt);
+    EXPECT_THROW(sum_weights(*comm, comm->rank() == 1 ? Weights{{}, true} : Weights{{1.0}, false}), Error);
+    EXPECT_THROW(sum_weights(*comm, {{0.0}, false}), Error);
   });
 }
 
