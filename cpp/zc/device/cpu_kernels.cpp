@@ -1,15 +1,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 #include <mutex>
 #include <vector>
 
 #include "zc/base/parallel.h"
 #include "zc/device/cpu_loops.h"
+#include "zc/device/cpu_stream.h"
 #include "zc/device/kernels.h"
 #include "zc/math/norm.h"
 
@@ -115,21 +112,13 @@ bool add_square_sums(BufferView piece, math::ExactSum& sum) {
 
 // What goes to a bucket is next read by peers, when much else has been written: past the cache.
 void copy_past_cache(void* to, const void* from, std::int64_t bytes) {
-#if defined(__SSE2__)
   constexpr std::int64_t kStreamed = 1 << 17;
-  auto* out = static_cast<std::byte*>(to);
-  const auto* in = static_cast<const std::byte*>(from);
-  if (bytes >= kStreamed && reinterpret_cast<std::uintptr_t>(out) % 16 == 0) {
-    const std::int64_t vectors = bytes / 16;
-    for (std::int64_t i = 0; i < vectors; ++i) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + i, _mm_loadu_si128(reinterpret_cast<const __m128i*>(in) + i));
-    }
-    _mm_sfence();
-    std::memcpy(out + vectors * 16, in + vectors * 16, static_cast<std::size_t>(bytes - vectors * 16));
+  if (bytes < kStreamed || !cpu::can_stream(to)) {
+    std::memmove(to, from, static_cast<std::size_t>(bytes));
     return;
   }
-#endif
-  std::memmove(to, from, static_cast<std::size_t>(bytes));
+  cpu::stream_bytes(from, to, bytes);
+  cpu::end_stream();
 }
 
 class CpuKernels final : public Kernels {

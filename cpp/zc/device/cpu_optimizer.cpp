@@ -2,12 +2,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "zc/base/error.h"
 #include "zc/device/cpu_loops.h"
+#include "zc/device/cpu_stream.h"
 #include "zc/device/target_clones.h"
 #include "zc/math/cast.h"
 
@@ -18,31 +15,9 @@ namespace {
 template <class Model>
 using ModelPointer = std::conditional_t<std::is_void_v<Model>, void*, Model*>;
 
-// The model's copy of a piece this long is written past the cache: it would push out what the next buckets need, and
-// memory would be read only to be overwritten. A shorter one may still be there when it is used.
+// The model's copy of a piece this long is written past the cache. A shorter one may still be there when it is used.
 constexpr std::int64_t kStreamedNumel = 32768;
 constexpr std::int64_t kBlockNumel = 1024;
-
-// Copies numel elements from the first-level cache to memory, past the cache.
-template <class T>
-ZC_ALWAYS_INLINE void stream(const T* from, T* to, std::int64_t numel) {
-#if defined(__SSE2__)
-  const auto vectors = numel * static_cast<std::int64_t>(sizeof(T)) / 16;
-  for (std::int64_t i = 0; i < vectors; ++i) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_load_si128(reinterpret_cast<const __m128i*>(from) + i));
-  }
-  const std::int64_t done = vectors * 16 / static_cast<std::int64_t>(sizeof(T));
-  std::copy(from + done, from + numel, to + done);
-#else
-  std::copy(from, from + numel, to);
-#endif
-}
-
-ZC_ALWAYS_INLINE void end_stream() {
-#if defined(__SSE2__)
-  _mm_sfence();  // streamed stores are visible to other threads before what follows
-#endif
-}
 
 // Runs update(i), which updates element i and returns the new parameter, over a piece, and writes the model's copy.
 template <class Model, class Update>
@@ -50,14 +25,14 @@ ZC_ALWAYS_INLINE void update_loop(std::int64_t numel, [[maybe_unused]] ModelPoin
                                   const Update& update) {
   if constexpr (std::is_void_v<Model>) {
     for (std::int64_t i = 0; i < numel; ++i) update(i);
-  } else if (numel < kStreamedNumel || reinterpret_cast<std::uintptr_t>(model) % 16 != 0) {
+  } else if (numel < kStreamedNumel || !can_stream(model)) {
     for (std::int64_t i = 0; i < numel; ++i) model[i] = math::from_float<Model>(update(i));
   } else {
     alignas(64) Model block[kBlockNumel];
     for (std::int64_t begin = 0; begin < numel; begin += kBlockNumel) {
       const std::int64_t count = std::min(kBlockNumel, numel - begin);
       for (std::int64_t i = 0; i < count; ++i) block[i] = math::from_float<Model>(update(begin + i));
-      stream(block, model + begin, count);
+      stream_bytes(block, model + begin, count * static_cast<std::int64_t>(sizeof(Model)));
     }
     end_stream();
   }
