@@ -26,7 +26,7 @@ namespace zc::engine {
 
 struct Options {
   int stage = 0;                         // ZeRO stage
-  std::int64_t bucket_numel = 1 << 23;   // elements
+  std::int64_t bucket_numel = 1 << 22;   // elements
   int num_grad_buffers = 2;              // bucket buffers in the gradient pool
   DType reduce_dtype = DType::kF32;      // in which gradients travel
   DType accumulate_dtype = DType::kF32;  // in which their sums are kept

@@ -147,7 +147,7 @@ class ZeroConfig:
 
     stage: Stage = 0
     """0: nothing; 1 and 2: gradients and optimizer state; 3: parameters as well."""
-    bucket_numel: PositiveInt = 8_388_608
+    bucket_numel: PositiveInt = 4_194_304
     """Elements a bucket: the unit in which gradients are reduced and parameters gathered."""
     share_parameters: Bool = False
     """Stages 1 and 2 on one node: parameters exist once, for all ranks. What a rank writes to them, all ranks see."""
