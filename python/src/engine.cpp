@@ -39,7 +39,9 @@ void update_adam(const zc::math::AdamHyper& hyper, std::int64_t step, zc::Buffer
 }
 
 void bind_optimizers(py::module_& m) {
+  using zc::math::AdagradHyper;
   using zc::math::AdamHyper;
+  using zc::math::LionHyper;
   using zc::math::SgdHyper;
   py::class_<AdamHyper>(m, "AdamHyper")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
@@ -54,6 +56,17 @@ void bind_optimizers(py::module_& m) {
            }),
            py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
            py::arg("nesterov"));
+  py::class_<LionHyper>(m, "LionHyper")
+      .def(py::init([](double lr, double beta1, double beta2, double weight_decay) {
+             return LionHyper{lr, beta1, beta2, weight_decay};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"));
+  py::class_<AdagradHyper>(m, "AdagradHyper")
+      .def(py::init([](double lr, double lr_decay, double eps, double weight_decay, double initial_accumulator) {
+             return AdagradHyper{lr, lr_decay, eps, weight_decay, initial_accumulator};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("lr_decay"), py::arg("eps"), py::arg("weight_decay"),
+           py::arg("initial_accumulator"));
   m.def("update_adam", &update_adam, NoGil(), py::arg("hyper"), py::kw_only(), py::arg("step"), py::arg("grad"),
         py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("model"));
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex, final, overload
+from typing import SupportsFloat, SupportsIndex, TypeAlias, final, overload
 
 compiler: str
 
@@ -104,6 +104,26 @@ class SgdHyper:
         nesterov: bool,
     ) -> None: ...
 
+@final
+class LionHyper:
+    def __init__(
+        self, *, lr: SupportsFloat, beta1: SupportsFloat, beta2: SupportsFloat, weight_decay: SupportsFloat
+    ) -> None: ...
+
+@final
+class AdagradHyper:
+    def __init__(
+        self,
+        *,
+        lr: SupportsFloat,
+        lr_decay: SupportsFloat,
+        eps: SupportsFloat,
+        weight_decay: SupportsFloat,
+        initial_accumulator: SupportsFloat,
+    ) -> None: ...
+
+Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper
+
 def update_adam(
     hyper: AdamHyper,
     *,
@@ -178,7 +198,7 @@ class StepEngine:
         *,
         comm: Communicator,
         params: Sequence[ParamSpec],
-        groups: Sequence[AdamHyper | SgdHyper],
+        groups: Sequence[Hyper],
         stage: SupportsIndex,
         bucket_numel: SupportsIndex,
         num_grad_buffers: SupportsIndex,
@@ -230,7 +250,7 @@ class StepEngine:
     def end_micro_step(self) -> list[int]: ...
     def step(
         self,
-        groups: Sequence[AdamHyper | SgdHyper],
+        groups: Sequence[Hyper],
         *,
         divisor: SupportsFloat,
         max_norm: SupportsFloat,

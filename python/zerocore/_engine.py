@@ -52,8 +52,8 @@ class Engine(WholeModel, Saving):
             the precision config; rank 0's values count. Gradients are taken by the engine: `p.grad` is None after
             `backward`.
         config: a zerocore.Config, or DeepSpeed's JSON as a dict or a path.
-        optimizer: a fresh torch.optim.AdamW, Adam or SGD over the model's parameters (its groups and hyperparameters
-            are honoured), or a function of the parameters that returns one; by default the config's.
+        optimizer: a fresh torch.optim.AdamW, Adam, SGD or Adagrad over the model's parameters (its groups and
+            hyperparameters are honoured), or a function of the parameters that returns one; by default the config's.
         lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's.
             It is stepped after each optimizer step that was applied.
         training_data: a map-style dataset; `engine.training_dataloader` then deals this rank's micro-batches.

@@ -10,18 +10,31 @@ import torch
 
 from zerocore import _core
 from zerocore.config import OptimizerConfig
+from zerocore.config._sections import OPTIMIZER_KEYS
 from zerocore.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
-_TORCH_TYPES = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+_TORCH_TYPES = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+}
+_STATE_NAMES = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+}
 
 
 class Optimizer(torch.optim.Optimizer):
     """Parameter groups whose hyperparameters the engine reads at each step. State lives in the core, as shards.
 
     Attributes:
-        type: "adamw", "adam" (L2 weight decay) or "sgd".
+        type: as in OptimizerConfig.
         param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
     """
 
@@ -32,9 +45,9 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names in torch of the states that the core keeps for each parameter, in its order."""
-        if self.type == "sgd":
-            return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
-        return ("exp_avg", "exp_avg_sq")
+        if self.type == "sgd" and not any(group["momentum"] for group in self.param_groups):
+            return ()
+        return _STATE_NAMES[self.type]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raises UnsupportedError: gradients and state are sharded, so only the engine can step."""
@@ -58,21 +71,32 @@ class Optimizer(torch.optim.Optimizer):
         return [self._hyper(group) for group in self.param_groups]
 
     def _hyper(self, group: dict[str, Any]) -> Any:
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
         if self.type == "sgd":
             return _core.SgdHyper(
-                lr=float(group["lr"]),
+                lr=lr,
                 momentum=group["momentum"],
                 dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
+                weight_decay=weight_decay,
                 nesterov=group["nesterov"],
             )
-        beta1, beta2 = group["betas"]
+        if self.type == "adagrad":
+            return _core.AdagradHyper(
+                lr=lr,
+                lr_decay=group["lr_decay"],
+                eps=group["eps"],
+                weight_decay=weight_decay,
+                initial_accumulator=group["initial_accumulator_value"],
+            )
+        beta1, beta2 = map(float, group["betas"])
+        if self.type == "lion":
+            return _core.LionHyper(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
         return _core.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
             eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            weight_decay=weight_decay,
             decoupled_weight_decay=group.get("decoupled_weight_decay", self.type == "adamw"),
             bias_correction=group.get("bias_correction", True),
         )
@@ -80,22 +104,7 @@ class Optimizer(torch.optim.Optimizer):
 
 def from_config(config: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
     """An optimizer over parameters or parameter groups (dicts, as torch.optim takes them)."""
-    if config.type == "sgd":
-        defaults: dict[str, Any] = {
-            "lr": config.lr,
-            "momentum": config.momentum,
-            "dampening": config.dampening,
-            "weight_decay": config.weight_decay,
-            "nesterov": config.nesterov,
-        }
-    else:
-        defaults = {
-            "lr": config.lr,
-            "betas": tuple(config.betas),
-            "eps": config.eps,
-            "weight_decay": config.weight_decay,
-            "bias_correction": config.bias_correction,
-        }
+    defaults = {name: getattr(config, name) for name in ("lr", "weight_decay", *OPTIMIZER_KEYS[config.type])}
     return Optimizer(params, type=config.type, defaults=defaults)
 
 
@@ -111,13 +120,13 @@ def from_torch(source: torch.optim.Optimizer) -> Optimizer:
     if kind is None:
         raise UnsupportedError(
             f"[optimizer] got {source.__class__.__module__}.{source.__class__.__qualname__}, expected "
-            f"torch.optim.AdamW, Adam or SGD. "
+            f"torch.optim.AdamW, Adam, SGD or Adagrad. "
             "Only these have a native twin that runs on shards."
         )
     for flag in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(flag) for group in source.param_groups):
             raise UnsupportedError(f"[optimizer] {source.__class__.__qualname__}: got {flag}=True, expected False.")
-    if source.state:
+    if any(state.get("step") != 0 for state in source.state.values()):  # Adagrad's is there from the start
         raise UnsupportedError(
             f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, "
             f"expected a fresh "

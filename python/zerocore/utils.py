@@ -72,7 +72,8 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     """A parameter's optimizer state, fp32, with its shape. Collective.
 
     Args:
-        optim_state_key: "exp_avg" or "exp_avg_sq" of Adam, "momentum_buffer" of SGD.
+        optim_state_key: "exp_avg" or "exp_avg_sq" of Adam, "momentum_buffer" of SGD, "exp_avg" of Lion, "sum" of
+            Adagrad.
     """
     owner = _owner(param)
     return owner.read_state(param, owner.state_kind(optim_state_key))

@@ -45,7 +45,7 @@ class Reference:
     """Trains `model` (in its dtype of computation) on losses of micro-batches; `masters` are its fp32 parameters.
 
     Args:
-        hyper: what an optimizer config holds, of type "adamw", "adam" or "sgd".
+        hyper: what an optimizer config holds.
         max_norm: gradient clipping; 0 is off.
         scale: the loss scale.
         kept, reduced: the dtypes of the kept parameters and of gradients on their way; None: the model's.
@@ -96,7 +96,17 @@ class Reference:
                 direction = g + rounded(h["momentum"]) * s1 if h["nesterov"] else s1
             p.copy_(p - rounded(h["lr"]) * direction)
             return
+        if h["type"] == "adagrad":
+            g = g + rounded(h["weight_decay"]) * p
+            s1.copy_((rounded(h["initial_accumulator_value"]) if t == 1 else s1) + g * g)
+            p.copy_(p - rounded(h["lr"] / (1 + (t - 1) * h["lr_decay"])) * (g / (root(s1) + rounded(h["eps"]))))
+            return
         b1, b2 = h["betas"]
+        if h["type"] == "lion":
+            direction = rounded(b1) * s1 + rounded(1 - b1) * g
+            p.copy_(rounded(1 - h["lr"] * h["weight_decay"]) * p - rounded(h["lr"]) * direction.sign())
+            s1.copy_(rounded(b2) * s1 + rounded(1 - b2) * g)
+            return
         decoupled = h["type"] == "adamw"
         g = g + rounded(0.0 if decoupled else h["weight_decay"]) * p
         s1.copy_(rounded(b1) * s1 + rounded(1 - b1) * g)

@@ -16,11 +16,13 @@ def torch_optimizer(kind, params):
         return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     if kind == "adam":
         return torch.optim.Adam(params, lr=1e-3, weight_decay=0.01)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(params, lr=0.01, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.1)
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "adagrad"])
 @pytest.mark.parametrize("name", ["lstm", "odd"])
 def test_losses_and_parameters_follow_torchs_optimizer(name, kind, world_size):
     """fp32, 50 steps of 2 micro-batches, clipping on: losses within 1e-6 relative, parameters within 1e-4 absolute."""
@@ -47,6 +49,38 @@ def test_losses_and_parameters_follow_torchs_optimizer(name, kind, world_size):
     for (what, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         if a.numel():
             assert (a - b).abs().max().item() < 1e-4, what
+
+
+@torch.no_grad()
+def lion(params, moments, *, lr, betas, weight_decay):
+    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023)."""
+    for p, m in zip(params, moments, strict=True):
+        if p.grad is not None:
+            update = (betas[0] * m + (1 - betas[0]) * p.grad).sign()
+            m.mul_(betas[1]).add_((1 - betas[1]) * p.grad)
+            p.sub_(lr * (update + weight_decay * p))
+
+
+@pytest.mark.ranks(1, 2)
+def test_lion_follows_its_paper(world_size):
+    """20 steps: a sign that rounding turns moves a parameter by 2 lr; no more than one in a hundred may."""
+    hyper = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    model, twin = make("lstm"), make("lstm")
+    moments = [torch.zeros_like(p) for p in twin.parameters()]
+    config = zerocore.Config(micro_batch_size=1, train_batch_size=2, optimizer=OptimizerConfig(type="lion", **hyper))
+    engine = zerocore.Engine(model, config)
+    for step in range(20):
+        for j in range(2):
+            (twin(*batch("lstm", 2 * step + j, torch.float32)) / 2).backward()
+        lion(list(twin.parameters()), moments, **hyper)
+        twin.zero_grad()
+        for k in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*batch("lstm", 2 * step + k * world_size + engine.rank, torch.float32)))
+            engine.step()
+    off = [(a - b).abs().flatten() for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
+    off = torch.cat(off)
+    assert (off > 1e-5).sum().item() <= off.numel() // 100
+    assert off.max().item() < 20 * 2 * hyper["lr"]
 
 
 class Gpt(torch.nn.Module):

@@ -30,6 +30,8 @@ MICRO_BATCHES = 6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}
 MOMENTUM = {"type": "sgd", "lr": 0.05, "momentum": 0.9}
+LION = {"type": "lion", "lr": 0.003, "weight_decay": 0.1}
+ADAGRAD = {"type": "adagrad", "lr": 0.05, "initial_accumulator_value": 0.1}
 
 
 def build(name="odd", *, stage=0, dtype="fp32", optimizer=ADAMW, bucket=3000, groups=False, scheduler=False, **config):
@@ -119,7 +121,7 @@ def test_resume_equals_never_stopped(folder, stage, dtype, world_size):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["t5", "cnn", "lstm", "wide"])
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, LION, ADAGRAD], ids=lambda each: each["type"])
 def test_other_models_and_optimizers(folder, name, optimizer, world_size):
     engine = build(name, stage=3, optimizer=optimizer)
     train(engine, name, 2)

@@ -33,10 +33,10 @@ def test_the_whole_matrix(mpirun, tmp_path, dtype):
         for run, sha256 in by_run.items():
             found.setdefault(run.split()[0], set()).add(sha256)
             count += 1
-    assert count == 2 * (len(RANKS) * len(STAGES)) * (1 + len(RANKS) * len(STAGES))
-    assert found.keys() == {"adamw", "momentum"}
+    assert count == len(found) * (len(RANKS) * len(STAGES)) * (1 + len(RANKS) * len(STAGES))
+    assert found.keys() == {"adamw", "momentum", "lion", "adagrad"}
     assert all(len(each) == 1 for each in found.values()), found
-    assert found["adamw"] != found["momentum"]
+    assert len(set.union(*found.values())) == len(found)
 
 
 def work(what, folder, dtype):
@@ -46,7 +46,12 @@ def work(what, folder, dtype):
     import zerocore
 
     torch.set_num_threads(1)
-    optimizers = {"adamw": common.ADAMW, "momentum": common.MOMENTUM}
+    optimizers = {
+        "adamw": common.ADAMW,
+        "momentum": common.MOMENTUM,
+        "lion": common.LION,
+        "adagrad": common.ADAGRAD,
+    }
     found = {}
 
     def engine_of(name, stage):

@@ -8,11 +8,20 @@ import warnings
 from pathlib import Path
 
 import pytest
-from zerocore.config import ActivationCheckpointingConfig, Config, ConfigWarning, LossScaleConfig, ZeroConfig
+from zerocore.config import (
+    ActivationCheckpointingConfig,
+    Config,
+    ConfigWarning,
+    LossScaleConfig,
+    OptimizerConfig,
+    ZeroConfig,
+)
+from zerocore.config._build import OPTIMIZERS
 from zerocore.config._document import document
 from zerocore.config._keys import Auto, Use
 from zerocore.config._schema import dotted_keys
 from zerocore.config._table import TABLE
+from zerocore.config._types import one_of
 from zerocore.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +141,17 @@ def test_adamw_decouples_whatever_adam_w_mode_says():
     source = {**BATCH, "optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}
     with pytest.warns(ConfigWarning, match="adam_w_mode: AdamW decouples weight decay"):
         assert Config.from_deepspeed(source).optimizer.type == "adamw"
+
+
+def test_lion_and_adagrad_have_deepspeeds_defaults():
+    lion = translated(optimizer={"type": "lion", "params": {"betas": [0.95, 0.98]}}).optimizer
+    assert lion == OptimizerConfig(type="lion", lr=1e-3, betas=(0.95, 0.98), weight_decay=0.0)
+    adagrad = translated(optimizer={"type": "AdaGrad"}).optimizer
+    assert adagrad == OptimizerConfig(type="adagrad", lr=1e-2, eps=1e-10, weight_decay=0.0)
+    given = {"lr": 0.5, "eps": 1e-8, "lr_decay": 0.1, "initial_accumulator_value": 1, "weight_decay": 0.1}
+    assert translated(optimizer={"type": "Adagrad", "params": given}).optimizer == OptimizerConfig(
+        type="adagrad", **given
+    )
 
 
 def test_sgd_and_adam_options():
@@ -399,13 +419,13 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
             'optimizer: got "AdamW", expected an object: {"type": "AdamW", "params": {"lr": 1e-4}}.',
         ),
         (
-            {"optimizer": {"type": "Lion", "params": {"lr": 1}}},
-            'optimizer.type: got "Lion", expected "Adam", "AdamW" or "SGD". Other optimizers are not available in '
-            "this version.",
+            {"optimizer": {"type": "Lamb", "params": {"lr": 1}}},
+            f'optimizer.type: got "Lamb", expected {one_of(OPTIMIZERS.values())}. Other optimizers are not available '
+            "in this version.",
         ),
         (
             {"optimizer": {"params": {"lr": 1}}},
-            'optimizer.type: got nothing, expected "Adam", "AdamW" or "SGD". Set it, or remove optimizer.',
+            f"optimizer.type: got nothing, expected {one_of(OPTIMIZERS.values())}. Set it, or remove optimizer.",
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},

@@ -49,6 +49,8 @@ def test_the_keys_are_these():
         "optimizer.momentum",
         "optimizer.dampening",
         "optimizer.nesterov",
+        "optimizer.lr_decay",
+        "optimizer.initial_accumulator_value",
         "scheduler.type",
         "scheduler.warmup_num_steps",
         "scheduler.warmup_type",
@@ -187,7 +189,14 @@ def test_a_key_like_no_other_gets_no_suggestion():
         (lambda: ZeroConfig(bucket_numel=1e30), "zero.bucket_numel: got 1e+30, expected an integer >= 1."),
         (lambda: CommConfig(timeout_ms=0), "comm.timeout_ms: got 0, expected an integer >= 1."),
         (lambda: DataConfig(shuffle=1), "data.shuffle: got 1, expected true or false."),
-        (lambda: OptimizerConfig(type="lamb"), 'optimizer.type: got \'lamb\', expected "adamw", "adam" or "sgd".'),
+        (
+            lambda: OptimizerConfig(type="lamb"),
+            'optimizer.type: got \'lamb\', expected "adamw", "adam", "sgd", "lion" or "adagrad".',
+        ),
+        (
+            lambda: OptimizerConfig(type="lion", eps=1.0),
+            'optimizer.eps: got 1.0, expected no value: type "lion" has none. Remove it.',
+        ),
         (
             lambda: OptimizerConfig(betas=(0.9, 1.0)),
             "optimizer.betas: got (0.9, 1.0), expected two numbers, each >= 0 and < 1.",

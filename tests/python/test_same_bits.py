@@ -27,6 +27,15 @@ OPTIMIZERS = {
     "sgd": {"type": "sgd", "lr": 0.05} | SGD,
     "momentum": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "dampening": 0.5},
     "nesterov": {"type": "sgd", "lr": 0.05} | SGD | {"momentum": 0.9, "nesterov": True},
+    "lion": {"type": "lion", "lr": 0.003, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "adagrad": {
+        "type": "adagrad",
+        "lr": 0.05,
+        "lr_decay": 0.1,
+        "eps": 1e-10,
+        "weight_decay": 0.1,
+        "initial_accumulator_value": 0.25,
+    },
 }
 STEPS = 3
 SEED = 1234
@@ -126,6 +135,13 @@ def test_models_and_dtypes(name, dtype, world_size):
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 def test_optimizers_and_clipping(optimizer, max_norm, world_size):
     check("odd", hyper=OPTIMIZERS[optimizer], max_norm=max_norm)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["lion", "adagrad"])
+def test_optimizers_in_16_bits(optimizer, dtype, world_size):
+    check("wide", hyper=OPTIMIZERS[optimizer], dtype=dtype)
 
 
 @pytest.mark.ranks(*RANKS)

@@ -172,6 +172,16 @@ class CpuKernels final : public Kernels {
     update_pieces(pieces, scalars, *step, buffers, cpu::sgd);
   }
 
+  void lion(std::span<const Piece> pieces, const math::LionScalars* scalars, const math::StepScalars* step,
+            const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, *step, buffers, cpu::lion);
+  }
+
+  void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars, const math::StepScalars* step,
+               const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, *step, buffers, cpu::adagrad);
+  }
+
  private:
   static void fold_all(std::span<const void* const> in, DType dtype, BufferView acc, bool first) {
     parallel_for(acc.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {

@@ -26,5 +26,7 @@ void square_sum_blocks(const void* in, DType dtype, std::int64_t numel, double* 
 // Multiplies grad by factor, updates param and the states, writes the model copy.
 void adam(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 void sgd(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
+void lion(const math::LionScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
+void adagrad(const math::AdagradScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 
 }  // namespace zc::device::cpu

@@ -67,78 +67,89 @@ ZC_ALWAYS_INLINE void sgd_loop(const math::SgdScalars& scalars, float factor, co
   });
 }
 
-template <class Model>
-ZC_ALWAYS_INLINE void momentum_loop(const math::SgdScalars& scalars, float factor, const float* __restrict__ grad,
-                                    float* __restrict__ param, float* __restrict__ momentum_buffer,
-                                    ModelPointer<Model> __restrict__ model, std::int64_t numel) {
-  const math::SgdScalars s = scalars;
+// An optimizer with one state: SGD with momentum, Lion, Adagrad.
+template <class Model, auto kElement, class Scalars>
+ZC_ALWAYS_INLINE void one_state_loop(const Scalars& scalars, float factor, const float* __restrict__ grad,
+                                     float* __restrict__ param, float* __restrict__ state,
+                                     ModelPointer<Model> __restrict__ model, std::int64_t numel) {
+  const Scalars s = scalars;
   update_loop<Model>(numel, model, [=](std::int64_t i) [[gnu::always_inline]] {
-    float p = param[i], m = momentum_buffer[i];
-    math::sgd_momentum_element(s, grad[i] * factor, p, m);
+    float p = param[i], m = state[i];
+    kElement(s, grad[i] * factor, p, m);
     param[i] = p;
-    momentum_buffer[i] = m;
+    state[i] = m;
     return p;
   });
 }
 
 // One instance for each model dtype. (target_clones does not reach templates, hence a macro.)
-#define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                            \
-  ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at,    \
-                                      std::int64_t numel) {                                                          \
-    adam_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1, at.state2,            \
-                     static_cast<ModelPointer<Model>>(at.model), numel);                                             \
-  }                                                                                                                  \
-  ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,      \
-                                     std::int64_t numel) {                                                           \
-    sgd_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param,                                   \
-                    static_cast<ModelPointer<Model>>(at.model), numel);                                              \
-  }                                                                                                                  \
-  ZC_TARGET_CLONES void momentum_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, \
-                                          std::int64_t numel) {                                                      \
-    momentum_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1,                   \
-                         static_cast<ModelPointer<Model>>(at.model), numel);                                         \
+#define ZC_ONE_STATE_LOOP(name, element, Scalars, Model)                                                           \
+  ZC_TARGET_CLONES void name(const math::Scalars& scalars, float factor, const OptimizerBuffers& at,               \
+                             std::int64_t numel) {                                                                 \
+    one_state_loop<Model, math::element>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1, \
+                                         static_cast<ModelPointer<Model>>(at.model), numel);                       \
   }
+
+#define ZC_OPTIMIZER_LOOPS(suffix, Model)                                                                         \
+  ZC_TARGET_CLONES void adam_##suffix(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at, \
+                                      std::int64_t numel) {                                                       \
+    adam_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param, at.state1, at.state2,         \
+                     static_cast<ModelPointer<Model>>(at.model), numel);                                          \
+  }                                                                                                               \
+  ZC_TARGET_CLONES void sgd_##suffix(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at,   \
+                                     std::int64_t numel) {                                                        \
+    sgd_loop<Model>(scalars, factor, static_cast<const float*>(at.grad), at.param,                                \
+                    static_cast<ModelPointer<Model>>(at.model), numel);                                           \
+  }                                                                                                               \
+  ZC_ONE_STATE_LOOP(momentum_##suffix, sgd_momentum_element, SgdScalars, Model)                                   \
+  ZC_ONE_STATE_LOOP(lion_##suffix, lion_element, LionScalars, Model)                                              \
+  ZC_ONE_STATE_LOOP(adagrad_##suffix, adagrad_element, AdagradScalars, Model)
 
 ZC_OPTIMIZER_LOOPS(in_place, void)
 ZC_OPTIMIZER_LOOPS(f32, float)
 ZC_OPTIMIZER_LOOPS(f16, F16)
 ZC_OPTIMIZER_LOOPS(bf16, BF16)
 #undef ZC_OPTIMIZER_LOOPS
+#undef ZC_ONE_STATE_LOOP
 
-[[noreturn]] void fail_model_dtype(DType dtype) {
-  fail(ErrorKind::kInternal, "[device] no such model dtype: got ", name(dtype), ", expected fp32, fp16 or bf16");
+// The one of an optimizer's loops that writes the model's dtype.
+template <class Loop>
+Loop* pick(const OptimizerBuffers& at, Loop& in_place, Loop& f32, Loop& f16, Loop& bf16) {
+  if (at.model == nullptr) return in_place;
+  switch (at.model_dtype) {
+    case DType::kF32:
+      return f32;
+    case DType::kF16:
+      return f16;
+    case DType::kBF16:
+      return bf16;
+    default:
+      fail(ErrorKind::kInternal, "[device] no such model dtype: got ", name(at.model_dtype),
+           ", expected fp32, fp16 or bf16");
+  }
 }
 
 }  // namespace
 
 void adam(const math::AdamScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
-  if (at.model == nullptr) return adam_in_place(scalars, factor, at, numel);
-  switch (at.model_dtype) {
-    case DType::kF32:
-      return adam_f32(scalars, factor, at, numel);
-    case DType::kF16:
-      return adam_f16(scalars, factor, at, numel);
-    case DType::kBF16:
-      return adam_bf16(scalars, factor, at, numel);
-    default:
-      fail_model_dtype(at.model_dtype);
-  }
+  pick(at, adam_in_place, adam_f32, adam_f16, adam_bf16)(scalars, factor, at, numel);
 }
 
 void sgd(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
   // One optimizer may have groups with and without momentum.
-  const bool momentum = at.state1 != nullptr && scalars.momentum != 0;
-  if (at.model == nullptr) return (momentum ? momentum_in_place : sgd_in_place)(scalars, factor, at, numel);
-  switch (at.model_dtype) {
-    case DType::kF32:
-      return (momentum ? momentum_f32 : sgd_f32)(scalars, factor, at, numel);
-    case DType::kF16:
-      return (momentum ? momentum_f16 : sgd_f16)(scalars, factor, at, numel);
-    case DType::kBF16:
-      return (momentum ? momentum_bf16 : sgd_bf16)(scalars, factor, at, numel);
-    default:
-      fail_model_dtype(at.model_dtype);
+  if (at.state1 != nullptr && scalars.momentum != 0) {
+    pick(at, momentum_in_place, momentum_f32, momentum_f16, momentum_bf16)(scalars, factor, at, numel);
+  } else {
+    pick(at, sgd_in_place, sgd_f32, sgd_f16, sgd_bf16)(scalars, factor, at, numel);
   }
+}
+
+void lion(const math::LionScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
+  pick(at, lion_in_place, lion_f32, lion_f16, lion_bf16)(scalars, factor, at, numel);
+}
+
+void adagrad(const math::AdagradScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
+  pick(at, adagrad_in_place, adagrad_f32, adagrad_f16, adagrad_bf16)(scalars, factor, at, numel);
 }
 
 }  // namespace zc::device::cpu

@@ -32,8 +32,9 @@ struct Piece {
 struct OptimizerBuffers {
   const void* grad = nullptr;  // the accumulator, fp32, fp16 or bf16, whose elements are converted to fp32
   DType grad_dtype = DType::kF32;
-  float* param = nullptr;   // fp32 parameter or fp32 master
-  float* state1 = nullptr;  // Adam: exp_avg; SGD: momentum buffer (slots without momentum leave it), or null
+  float* param = nullptr;  // fp32 parameter or fp32 master
+  // Adam, Lion: exp_avg; Adagrad: sum of squares; SGD: momentum buffer (slots without momentum leave it), or null
+  float* state1 = nullptr;
   float* state2 = nullptr;  // Adam: exp_avg_sq
   void* model = nullptr;    // where the updated parameter goes, rounded to model_dtype; null: param is the model's
   DType model_dtype = DType::kF32;
@@ -69,6 +70,10 @@ class Kernels {
                     const OptimizerBuffers& buffers, Stream stream) = 0;
   virtual void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,
                    const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void lion(std::span<const Piece> pieces, const math::LionScalars* scalars, const math::StepScalars* step,
+                    const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars,
+                       const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
 };
 
 // The fold, into an accumulator that holds something or, `first`, one that counts as +0.

@@ -1,6 +1,7 @@
 #include "zc/engine/step_engine.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "zc/base/trace.h"
@@ -18,19 +19,11 @@ std::vector<int> group_indices(const std::vector<zero::ParamSpec>& params) {
 // A number made of the bits of everything that decides an update besides gradients and state (FNV-1a, 31 bits).
 std::int64_t digest(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings) {
   std::uint64_t hash = 14695981039346656037ULL;
-  const auto mix = [&](std::initializer_list<double> values) {
+  const auto mix = [&](std::span<const double> values) {
     for (double value : values) hash = (hash ^ std::bit_cast<std::uint64_t>(value)) * 1099511628211ULL;
   };
-  for (const optim::Hyper& hyper : groups) {
-    if (const auto* a = std::get_if<math::AdamHyper>(&hyper)) {
-      mix({a->lr, a->beta1, a->beta2, a->eps, a->weight_decay, a->decoupled_weight_decay ? 1.0 : 0.0,
-           a->bias_correction ? 1.0 : 0.0});
-    } else {
-      const auto& s = std::get<math::SgdHyper>(hyper);
-      mix({s.lr, s.momentum, s.dampening, s.weight_decay, s.nesterov ? 1.0 : 0.0});
-    }
-  }
-  mix({divisor, max_norm, static_cast<double>(settings)});
+  for (const optim::Hyper& hyper : groups) mix(optim::values(hyper));
+  mix(std::array{divisor, max_norm, static_cast<double>(settings)});
   return static_cast<std::int64_t>((hash ^ (hash >> 32)) & 0x7fffffff);
 }
 

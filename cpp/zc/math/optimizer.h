@@ -94,4 +94,49 @@ ZC_HOST_DEVICE inline void sgd_momentum_element(const SgdScalars& s, float grad,
   param = param - s.lr * direction;
 }
 
+struct LionHyper {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, weight_decay = 0;
+};
+
+struct LionScalars {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
+  float decay;  // 1 - lr * weight_decay
+};
+
+ZC_HOST_DEVICE inline LionScalars lion_scalars(const LionHyper& h) {
+  return {static_cast<float>(h.beta1), static_cast<float>(1 - h.beta1),
+          static_cast<float>(h.beta2), static_cast<float>(1 - h.beta2),
+          static_cast<float>(h.lr),    static_cast<float>(1 - h.lr * h.weight_decay)};
+}
+
+// Lion (Chen et al. 2023, algorithm 2) on one element.
+ZC_HOST_DEVICE inline void lion_element(const LionScalars& s, float grad, float& param, float& exp_avg) {
+  const float direction = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
+  const float sign = (direction > 0 ? 1.0f : 0.0f) - (direction < 0 ? 1.0f : 0.0f);
+  param = s.decay * param - s.lr * sign;
+  exp_avg = s.beta2 * exp_avg + s.one_minus_beta2 * grad;
+}
+
+struct AdagradHyper {
+  double lr = 1e-2, lr_decay = 0, eps = 1e-10, weight_decay = 0, initial_accumulator = 0;
+};
+
+struct AdagradScalars {
+  float step_size;  // lr / (1 + (t - 1) lr_decay)
+  float eps, weight_decay, initial_accumulator;
+  bool first;  // the sum of squares starts at initial_accumulator, whatever lies there
+};
+
+ZC_HOST_DEVICE inline AdagradScalars adagrad_scalars(const AdagradHyper& h, std::int64_t step) {
+  return {static_cast<float>(h.lr / (1 + static_cast<double>(step - 1) * h.lr_decay)), static_cast<float>(h.eps),
+          static_cast<float>(h.weight_decay), static_cast<float>(h.initial_accumulator), step == 1};
+}
+
+// Adagrad (Duchi et al. 2011, diagonal) on one element, torch.optim.Adagrad's formulation.
+ZC_HOST_DEVICE inline void adagrad_element(const AdagradScalars& s, float grad, float& param, float& sum) {
+  grad = grad + s.weight_decay * param;
+  sum = (s.first ? s.initial_accumulator : sum) + grad * grad;
+  param = param - s.step_size * (grad / (std::sqrt(sum) + s.eps));
+}
+
 }  // namespace zc::math

@@ -6,13 +6,41 @@
 
 namespace zc::optim {
 
+namespace {
+
+int states_of(const Hyper& hyper) {
+  if (std::holds_alternative<math::AdamHyper>(hyper)) return 2;
+  const auto* sgd = std::get_if<math::SgdHyper>(&hyper);
+  return sgd != nullptr && sgd->momentum == 0 ? 0 : 1;
+}
+
+std::vector<double> values_of(const math::AdamHyper& h) {
+  return {h.lr,
+          h.beta1,
+          h.beta2,
+          h.eps,
+          h.weight_decay,
+          h.decoupled_weight_decay ? 1.0 : 0.0,
+          h.bias_correction ? 1.0 : 0.0};
+}
+std::vector<double> values_of(const math::SgdHyper& h) {
+  return {h.lr, h.momentum, h.dampening, h.weight_decay, h.nesterov ? 1.0 : 0.0};
+}
+std::vector<double> values_of(const math::LionHyper& h) { return {h.lr, h.beta1, h.beta2, h.weight_decay}; }
+std::vector<double> values_of(const math::AdagradHyper& h) {
+  return {h.lr, h.lr_decay, h.eps, h.weight_decay, h.initial_accumulator};
+}
+
+}  // namespace
+
 int num_states(std::span<const Hyper> groups) {
   int states = 0;
-  for (const Hyper& hyper : groups) {
-    if (std::holds_alternative<math::AdamHyper>(hyper)) return 2;
-    if (std::get<math::SgdHyper>(hyper).momentum != 0) states = 1;
-  }
+  for (const Hyper& hyper : groups) states = std::max(states, states_of(hyper));
   return states;
+}
+
+std::vector<double> values(const Hyper& hyper) {
+  return std::visit([](const auto& h) { return values_of(h); }, hyper);
 }
 
 Optimizer::Optimizer(std::vector<Hyper> groups, std::vector<int> group_of)
@@ -22,7 +50,9 @@ Optimizer::Optimizer(std::vector<Hyper> groups, std::vector<int> group_of)
       steps_(group_of_.size(), 0),
       used_(group_of_.size(), 1),
       adam_(group_of_.size()),
-      sgd_(group_of_.size()) {
+      sgd_(group_of_.size()),
+      lion_(group_of_.size()),
+      adagrad_(group_of_.size()) {
   for (const Hyper& hyper : groups_) {
     ZC_CHECK(hyper.index() == groups_.front().index(), kInternal, "[optim] parameter groups of two optimizers");
   }
@@ -60,8 +90,12 @@ void Optimizer::begin_step(std::span<const std::uint8_t> used) {
     const Hyper& hyper = groups_[static_cast<std::size_t>(group_of_[slot])];
     if (const auto* adam = std::get_if<math::AdamHyper>(&hyper)) {
       adam_[slot] = math::adam_scalars(*adam, step);
+    } else if (const auto* sgd = std::get_if<math::SgdHyper>(&hyper)) {
+      sgd_[slot] = math::sgd_scalars(*sgd, step);
+    } else if (const auto* lion = std::get_if<math::LionHyper>(&hyper)) {
+      lion_[slot] = math::lion_scalars(*lion);
     } else {
-      sgd_[slot] = math::sgd_scalars(std::get<math::SgdHyper>(hyper), step);
+      adagrad_[slot] = math::adagrad_scalars(std::get<math::AdagradHyper>(hyper), step);
     }
   }
 }
@@ -74,10 +108,15 @@ void Optimizer::update(device::Kernels& kernels, std::span<const device::Piece> 
                  [&](const device::Piece& piece) { return used_[static_cast<std::size_t>(piece.slot)] != 0; });
     pieces = used_pieces_;
   }
-  if (std::holds_alternative<math::AdamHyper>(groups_.front())) {
+  const Hyper& kind = groups_.front();
+  if (std::holds_alternative<math::AdamHyper>(kind)) {
     kernels.adam(pieces, adam_.data(), &step, buffers, stream);
-  } else {
+  } else if (std::holds_alternative<math::SgdHyper>(kind)) {
     kernels.sgd(pieces, sgd_.data(), &step, buffers, stream);
+  } else if (std::holds_alternative<math::LionHyper>(kind)) {
+    kernels.lion(pieces, lion_.data(), &step, buffers, stream);
+  } else {
+    kernels.adagrad(pieces, adagrad_.data(), &step, buffers, stream);
   }
 }
 

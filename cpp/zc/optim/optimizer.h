@@ -11,10 +11,14 @@
 
 namespace zc::optim {
 
-using Hyper = std::variant<math::AdamHyper, math::SgdHyper>;  // of one parameter group
+// Hyperparameters of one parameter group.
+using Hyper = std::variant<math::AdamHyper, math::SgdHyper, math::LionHyper, math::AdagradHyper>;
 
 // fp32 values an optimizer keeps for each parameter element, besides the parameter.
 int num_states(std::span<const Hyper> groups);
+
+// All numbers in it, to compare those of ranks.
+std::vector<double> values(const Hyper& hyper);
 
 class Optimizer {
  public:
@@ -44,8 +48,10 @@ class Optimizer {
   std::vector<std::int64_t> steps_;
   std::vector<std::uint8_t> used_;
   bool all_used_ = true;
-  std::vector<math::AdamScalars> adam_;
+  std::vector<math::AdamScalars> adam_;  // one a slot, as the others; those of this kind are used
   std::vector<math::SgdScalars> sgd_;
+  std::vector<math::LionScalars> lion_;
+  std::vector<math::AdagradScalars> adagrad_;
   std::vector<device::Piece> used_pieces_;  // reused by update()
 };
 

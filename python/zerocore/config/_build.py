@@ -19,10 +19,11 @@ from zerocore.config._sections import (
 from zerocore.config._table import TABLE
 from zerocore.config._types import one_of
 
-OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad"}
 SCHEDULERS = {"warmuplr": "WarmupLR", "warmupdecaylr": "WarmupDecayLR", "warmupcosinelr": "WarmupCosineLR"}
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed clips unless told not to
+ADAGRAD = {"lr": 1e-2, "eps": 1e-10}  # DeepSpeed's defaults where ours, which are the same for all optimizers, differ
 TORCH_ADAMW_WEIGHT_DECAY = 0.01  # torch.optim.AdamW's default, which "torch_adam" brings with it
 WARMUP_DECAY_MAX_LR = 1e-3  # WarmupLR's default, in contrast, is the optimizer's learning rate
 
@@ -127,8 +128,8 @@ def _optimizer(reading: Reading, given: dict[str, Any]) -> OptimizerConfig | Non
     name = reading.types["optimizer"]
     if name is None:
         return None
-    if name == "sgd":
-        return OptimizerConfig(type="sgd", **given)
+    if name not in ("adam", "adamw"):
+        return OptimizerConfig(**{"type": name, **(ADAGRAD if name == "adagrad" else {}), **given})
     decoupled = reading.values.get("optimizer.params.adam_w_mode", True)
     if name == "adamw" and not decoupled:
         decoupled = True

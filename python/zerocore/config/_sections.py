@@ -35,14 +35,14 @@ from zerocore.config._types import (
 class OptimizerConfig:
     """The optimizer that the engine builds over the model's trainable parameters."""
 
-    type: Literal["adamw", "adam", "sgd"] = "adamw"
-    """AdamW (decoupled weight decay), Adam (weight decay added to the gradient, L2) or SGD."""
+    type: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = "adamw"
+    """AdamW (decoupled weight decay), Adam (weight decay added to the gradient, L2), SGD, Lion or Adagrad."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate."""
     betas: Betas = (0.9, 0.999)
-    """adamw, adam: decay rates of the two moments."""
+    """adamw, adam: decay rates of the two moments; lion: of the update's direction and of the moment."""
     eps: NonNegativeFloat = 1e-8
-    """adamw, adam: added to the root of the second moment."""
+    """adamw, adam: added to the root of the second moment; adagrad: to that of the sum of squares."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay a step, relative to the learning rate."""
     bias_correction: Bool = True
@@ -53,15 +53,28 @@ class OptimizerConfig:
     """sgd: the part of each gradient that is kept out of the momentum."""
     nesterov: Bool = False
     """sgd: Nesterov momentum; needs momentum > 0 and dampening 0."""
+    lr_decay: NonNegativeFloat = 0.0
+    """adagrad: the learning rate of step t is divided by 1 + (t - 1) lr_decay."""
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    """adagrad: what the sum of squares starts at."""
 
     def _contradictions(self) -> Iterator[str]:
-        foreign = ("betas", "eps", "bias_correction") if self.type == "sgd" else ("momentum", "dampening", "nesterov")
-        yield from _without_effect(self, "optimizer", foreign)
+        yield from _without_effect(self, "optimizer", _foreign(OPTIMIZER_KEYS, self.type))
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             yield (
                 f"optimizer.nesterov: got momentum {self.momentum} and dampening {self.dampening}, expected "
                 "momentum > 0 and dampening 0 with Nesterov momentum. Change them, or set nesterov=False."
             )
+
+
+# What each type of optimizer takes besides lr and weight_decay.
+OPTIMIZER_KEYS = {
+    "adamw": ("betas", "eps", "bias_correction"),
+    "adam": ("betas", "eps", "bias_correction"),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "lion": ("betas",),
+    "adagrad": ("eps", "lr_decay", "initial_accumulator_value"),
+}
 
 
 @schema("scheduler")
@@ -225,3 +238,9 @@ def _without_effect(config: Any, prefix: str, names: tuple[str, ...]) -> Iterato
         value = getattr(config, name)
         if value != defaults[name]:
             yield f'{prefix}.{name}: got {show(value)}, expected no value: type "{config.type}" has none. Remove it.'
+def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
+    """The keys of the other types."""
+    every = dict.fromkeys(name for names in keys.values() for name in names)
+    return tuple(name for name in every if name not in keys[own])
+
+

@@ -27,7 +27,10 @@ from zerocore.config._types import (
 _FILL = Auto.MUST_FILL
 _ADAM = ("adam", "adamw")
 _SGD = ("sgd",)
-_ANY = ("adam", "adamw", "sgd")
+_ADAGRAD = ("adagrad",)
+_BETAS = (*_ADAM, "lion")
+_ANY = (*_ADAM, *_SGD, "lion", *_ADAGRAD)
+_TORCHS = (*_ADAM, *_SGD, *_ADAGRAD)
 _LR = ("warmuplr", "warmupdecaylr")
 _TOTAL = ("warmupdecaylr", "warmupcosinelr")
 _COSINE = ("warmupcosinelr",)
@@ -45,8 +48,8 @@ TABLE: tuple[Key, ...] = (
     # Optimizer
     honoured("optimizer.type", Text, "optimizer.type", auto=_FILL),
     honoured("optimizer.params.lr", NonNegativeFloat, "optimizer.lr", auto=_FILL, only=_ANY),
-    honoured("optimizer.params.betas", Betas, "optimizer.betas", only=_ADAM),
-    honoured("optimizer.params.eps", NonNegativeFloat, "optimizer.eps", only=_ADAM),
+    honoured("optimizer.params.betas", Betas, "optimizer.betas", only=_BETAS),
+    honoured("optimizer.params.eps", NonNegativeFloat, "optimizer.eps", only=(*_ADAM, *_ADAGRAD)),
     honoured("optimizer.params.weight_decay", NonNegativeFloat, "optimizer.weight_decay", only=_ANY),
     honoured("optimizer.params.bias_correction", Bool, "optimizer.bias_correction", only=_ADAM),
     honoured("optimizer.params.adam_w_mode", Bool, "optimizer.type", only=_ADAM),
@@ -54,17 +57,29 @@ TABLE: tuple[Key, ...] = (
     honoured("optimizer.params.momentum", NonNegativeFloat, "optimizer.momentum", only=_SGD),
     honoured("optimizer.params.dampening", Float, "optimizer.dampening", only=_SGD),
     honoured("optimizer.params.nesterov", Bool, "optimizer.nesterov", only=_SGD),
-    unavailable("optimizer.params.amsgrad", "the AMSGrad variant", only=_ADAM),
-    unavailable("optimizer.params.maximize", "maximizing", only=_ANY),
-    unavailable("optimizer.params.fp32_optimizer_states", "16-bit optimizer state", off=(True,), only=_ADAM),
+    honoured("optimizer.params.lr_decay", NonNegativeFloat, "optimizer.lr_decay", only=_ADAGRAD),
+    honoured(
+        "optimizer.params.initial_accumulator_value",
+        NonNegativeFloat,
+        "optimizer.initial_accumulator_value",
+        only=_ADAGRAD,
+    ),
+    unavailable("optimizer.params.amsgrad", "the AMSGrad variant", only=(*_ADAM, *_ADAGRAD)),
+    unavailable("optimizer.params.maximize", "maximizing", only=_TORCHS),
+    unavailable(
+        "optimizer.params.fp32_optimizer_states",
+        "16-bit optimizer state",
+        off=(True,),
+        only=(*_BETAS, *_ADAGRAD),
+    ),
     unavailable(
         "optimizer.params.max_grad_norm", "clipping by the optimizer (set gradient_clipping)", off=(), only=_ANY
     ),
-    no_effect("optimizer.params.foreach", Bool, _TORCH, only=_ANY),
-    no_effect("optimizer.params.fused", Bool, _TORCH, only=_ANY),
+    no_effect("optimizer.params.foreach", Bool, _TORCH, only=_TORCHS),
+    no_effect("optimizer.params.fused", Bool, _TORCH, only=_TORCHS),
     no_effect("optimizer.params.capturable", Bool, _TORCH, off=(False,), only=_ADAM),
-    no_effect("optimizer.params.differentiable", Bool, _TORCH, off=(False,), only=_ANY),
-    no_effect("optimizer.params.set_grad_none", Bool, "the engine takes gradients and frees them", only=_ADAM),
+    no_effect("optimizer.params.differentiable", Bool, _TORCH, off=(False,), only=_TORCHS),
+    no_effect("optimizer.params.set_grad_none", Bool, "the engine takes gradients and frees them", only=_BETAS),
     no_effect("optimizer.legacy_fusion", Bool, _TORCH, off=(False,)),
     no_effect("zero_allow_untested_optimizer", Bool, "every optimizer that is accepted works in every stage"),
     no_effect("zero_force_ds_cpu_optimizer", Bool, "one optimizer serves every device"),

@@ -12,9 +12,26 @@
 namespace zc::device {
 namespace {
 
-enum class Kind { kAdam, kSgd, kMomentum };
+enum class Kind { kAdam, kSgd, kMomentum, kLion, kAdagrad };
 
 struct NoModel {};  // the fp32 parameter is the model's own
+
+void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::AdamScalars>& scalars,
+                const math::StepScalars& step, const OptimizerBuffers& buffers) {
+  cpu_kernels().adam(pieces, scalars.data(), &step, buffers, {});
+}
+void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::SgdScalars>& scalars,
+                const math::StepScalars& step, const OptimizerBuffers& buffers) {
+  cpu_kernels().sgd(pieces, scalars.data(), &step, buffers, {});
+}
+void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::LionScalars>& scalars,
+                const math::StepScalars& step, const OptimizerBuffers& buffers) {
+  cpu_kernels().lion(pieces, scalars.data(), &step, buffers, {});
+}
+void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::AdagradScalars>& scalars,
+                const math::StepScalars& step, const OptimizerBuffers& buffers) {
+  cpu_kernels().adagrad(pieces, scalars.data(), &step, buffers, {});
+}
 
 // The buffers of one optimizer, and the same update made element by element with the functors of zc/math.
 template <class Model>
@@ -44,11 +61,7 @@ struct Fixture {
 
   template <class Scalars>
   void run(Kind kind, const std::vector<Piece>& pieces, const Scalars& scalars, const math::StepScalars& step) {
-    if constexpr (std::is_same_v<Scalars, std::vector<math::AdamScalars>>) {
-      cpu_kernels().adam(pieces, scalars.data(), &step, buffers(kind), {});
-    } else {
-      cpu_kernels().sgd(pieces, scalars.data(), &step, buffers(kind), {});
-    }
+    run_kernel(pieces, scalars, step, buffers(kind));
   }
 
   void reference_element(const math::AdamScalars& scalars, Kind, float scaled, std::size_t i) {
@@ -60,6 +73,13 @@ struct Fixture {
     } else {
       math::sgd_element(scalars, scaled, param[i]);
     }
+  }
+
+  void reference_element(const math::LionScalars& scalars, Kind, float scaled, std::size_t i) {
+    math::lion_element(scalars, scaled, param[i], state1[i]);
+  }
+  void reference_element(const math::AdagradScalars& scalars, Kind, float scaled, std::size_t i) {
+    math::adagrad_element(scalars, scaled, param[i], state1[i]);
   }
 
   template <class Scalars>
@@ -100,6 +120,13 @@ std::vector<math::SgdScalars> sgd_slots(double momentum) {
           math::sgd_scalars({.lr = 0.1, .momentum = momentum, .nesterov = momentum > 0}, 1)};
 }
 
+std::vector<math::LionScalars> lion_slots() {
+  return {math::lion_scalars({.lr = 0.1, .weight_decay = 0.1}), math::lion_scalars({.lr = 0.2, .beta1 = 0.5})};
+}
+std::vector<math::AdagradScalars> adagrad_slots() {
+  return {math::adagrad_scalars({.weight_decay = 0.1}, 3), math::adagrad_scalars({.initial_accumulator = 0.5}, 1)};
+}
+
 // Whole buffers of every size, then several pieces with a gap before, between and after them.
 template <class Model, class Scalars>
 void check_kernel(Kind kind, const Scalars& scalars) {
@@ -129,6 +156,8 @@ void check_kernels(Kind kind, const Scalars& scalars) {
 TEST(CpuAdam, MatchesTheFunctor) { check_kernels(Kind::kAdam, adam_slots()); }
 TEST(CpuSgd, PlainMatchesTheFunctor) { check_kernels(Kind::kSgd, sgd_slots(0)); }
 TEST(CpuSgd, MomentumMatchesTheFunctor) { check_kernels(Kind::kMomentum, sgd_slots(0.9)); }
+TEST(CpuLion, MatchesTheFunctor) { check_kernels(Kind::kLion, lion_slots()); }
+TEST(CpuAdagrad, MatchesTheFunctor) { check_kernels(Kind::kAdagrad, adagrad_slots()); }
 
 // The fp32 kernels, given the converted gradients, say what is right.
 template <class Grad, class Model, class Scalars>
@@ -143,11 +172,7 @@ void check_half_grad(Kind kind, const std::vector<Piece>& pieces, std::size_t nu
   OptimizerBuffers buffers = got.buffers(kind);
   buffers.grad = grad.data();
   buffers.grad_dtype = kDType<Grad>;
-  if constexpr (std::is_same_v<Scalars, std::vector<math::AdamScalars>>) {
-    cpu_kernels().adam(pieces, scalars.data(), &step, buffers, {});
-  } else {
-    cpu_kernels().sgd(pieces, scalars.data(), &step, buffers, {});
-  }
+  run_kernel(pieces, scalars, step, buffers);
   expected.run(kind, pieces, scalars, step);
   for (std::size_t i = 0; i < numel; ++i) got.grad[i] = to_float(grad[i]);  // untouched
   expect_equal(got, expected);
@@ -182,6 +207,8 @@ void check_all_half_grads(Kind kind, const Scalars& scalars) {
 TEST(CpuAdam, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kAdam, adam_slots()); }
 TEST(CpuSgd, PlainA16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kSgd, sgd_slots(0)); }
 TEST(CpuSgd, MomentumA16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kMomentum, sgd_slots(0.9)); }
+TEST(CpuLion, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kLion, lion_slots()); }
+TEST(CpuAdagrad, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kAdagrad, adagrad_slots()); }
 
 template <class Scalars>
 void check_cuts(Kind kind, const Scalars& scalars) {

@@ -149,5 +149,53 @@ TEST(Sgd, NesterovLooksAheadFromTheFirstStep) {
   EXPECT_EQ(param, -3);  // 2 + 0.5 * 2
 }
 
+// Chen et al. 2023, algorithm 2, in double.
+TEST(Lion, FollowsItsPaper) {
+  const LionHyper h{.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.75, .weight_decay = 0.1};
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  double p = 0.75, m = 0;
+  float param = 0.75f, exp_avg = 0;
+  for (int t = 1; t <= 200; ++t) {
+    const float grad = normal(random);
+    const double direction = h.beta1 * m + (1 - h.beta1) * static_cast<double>(grad);
+    p -= h.lr * (std::copysign(1.0, direction) + h.weight_decay * p);
+    m = h.beta2 * m + (1 - h.beta2) * static_cast<double>(grad);
+    lion_element(lion_scalars(h), grad, param, exp_avg);
+    ASSERT_NEAR(param, p, 1e-5) << t;
+    ASSERT_NEAR(exp_avg, m, 1e-6) << t;
+  }
+}
+
+TEST(Lion, ZeroHasNoSign) {
+  float param = 2, exp_avg = 0;
+  lion_element(lion_scalars({.lr = 0.5}), 0, param, exp_avg);
+  EXPECT_EQ(param, 2);
+  lion_element(lion_scalars({.lr = 0.5}), -1e-30f, param, exp_avg);
+  EXPECT_EQ(param, 2.5f);
+}
+
+// torch.optim.Adagrad in double.
+void check_adagrad(const AdagradHyper& h) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  double p = 0.75, sum_of_squares = h.initial_accumulator;
+  float param = 0.75f, sum = 7;  // the first step must not read it
+  for (int t = 1; t <= 200; ++t) {
+    const float grad = normal(random);
+    const double g = static_cast<double>(grad) + h.weight_decay * p;
+    sum_of_squares += g * g;
+    p -= h.lr / (1 + (t - 1) * h.lr_decay) * g / (std::sqrt(sum_of_squares) + h.eps);
+    adagrad_element(adagrad_scalars(h, t), grad, param, sum);
+    ASSERT_NEAR(param, p, 1e-5) << t;
+    ASSERT_NEAR(sum / sum_of_squares, 1, 1e-5) << t;
+  }
+}
+
+TEST(Adagrad, MatchesTorchsFormulas) {
+  check_adagrad({});
+  check_adagrad({.lr_decay = 0.1, .eps = 1e-3, .weight_decay = 0.3, .initial_accumulator = 0.5});
+}
+
 }  // namespace
 }  // namespace zc::math

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "zc/base/error.h"
 
 namespace zc::optim {
@@ -16,6 +18,8 @@ TEST(OptimizerTest, CountsStatesOfAllGroups) {
   EXPECT_EQ(num_states(std::vector<Hyper>{AdamHyper{}}), 2);
   EXPECT_EQ(num_states(std::vector<Hyper>{SgdHyper{}}), 0);
   EXPECT_EQ(num_states(std::vector<Hyper>{SgdHyper{}, SgdHyper{.momentum = 0.5}}), 1);
+  EXPECT_EQ(num_states(std::vector<Hyper>{math::LionHyper{}}), 1);
+  EXPECT_EQ(num_states(std::vector<Hyper>{math::AdagradHyper{}}), 1);
 }
 
 TEST(OptimizerTest, SgdUpdatesEachPieceWithItsGroup) {
@@ -60,6 +64,23 @@ TEST(OptimizerTest, BiasCorrectionFollowsEachParametersOwnCount) {
   optimizer.begin_step(second);
   optimizer.update(kernels(), pieces, {}, buffers, {});
   EXPECT_EQ(param[1], param[0]);
+}
+
+TEST(OptimizerTest, AdagradStartsAtEachParametersFirstStep) {
+  Optimizer optimizer({math::AdagradHyper{.lr = 1, .lr_decay = 1, .eps = 0, .initial_accumulator = 3}}, {0, 0});
+  std::vector<float> grad = {1, 1}, param = {8, 8}, sum = {100, 100};
+  const device::Piece pieces[] = {{0, 1, 0}, {1, 1, 1}};
+  const device::OptimizerBuffers buffers{.grad = grad.data(), .param = param.data(), .state1 = sum.data()};
+  const std::uint8_t first[] = {1, 0}, both[] = {1, 1};
+  optimizer.begin_step(first);
+  optimizer.update(kernels(), pieces, {}, buffers, {});
+  EXPECT_EQ(param, (std::vector<float>{7.5f, 8}));
+  EXPECT_EQ(sum, (std::vector<float>{4, 100}));
+  optimizer.begin_step(both);
+  optimizer.update(kernels(), pieces, {}, buffers, {});
+  EXPECT_EQ(param[1], 7.5f);
+  EXPECT_NEAR(param[0], 7.5 - 0.5 / std::sqrt(5.0), 1e-6);
+  EXPECT_EQ(sum, (std::vector<float>{5, 4}));
 }
 
 TEST(OptimizerTest, HyperparametersMayChangeTheKindMayNot) {
