@@ -44,6 +44,7 @@ class Gradients:
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
         self._in_backward = False
         self._arrived = False
+        self._told_of_sparse = False
         self.in_micro_step = False
         self._hooks: list[Any] = [
             param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -69,6 +70,8 @@ class Gradients:
             grad = param.grad
             assert grad is not None
             if grad.dtype is not dtype or grad.layout is not torch.strided or grad.stride() != stride:
+                if grad.layout is not torch.strided:
+                    self._tell_of_sparse(index)
                 matched = _tensor.matching(grad, param)
                 if matched is not grad:
                     param.grad = grad = matched
@@ -79,6 +82,15 @@ class Gradients:
                     held.pop(taken, None)
 
         return on_gradient
+
+    def _tell_of_sparse(self, index: int) -> None:
+        if not self._told_of_sparse:
+            self._told_of_sparse = True
+            logger.warning(
+                "[engine] the gradient of %s is sparse: it is made dense as it arrives, and reduced like all others. "
+                "The result is that of sparse=False, which saves the conversion.",
+                self._names[index],
+            )
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -69,13 +69,12 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def matching(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The gradient with the parameter's dtype and order of elements; itself in the usual case."""
+    """The gradient, dense, with the parameter's dtype and order of elements; itself in the usual case.
+
+    Rows of a sparse one are added up in their order, which is also that of torch's dense backward of an embedding.
+    """
     if grad.layout != torch.strided:
-        raise UnsupportedError(
-            f"[tensor] got a {grad.layout} gradient of shape {tuple(grad.shape)}, expected a dense one. Use "
-            f"sparse=False "
-            "in nn.Embedding and nn.EmbeddingBag."
-        )
+        grad = grad.to_dense()
     if grad.dtype == param.dtype and (
         grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous())
     ):

@@ -98,7 +98,7 @@ TABLE: tuple[Key, ...] = (
     unavailable("prescale_gradients", "prescaling (gradients are summed unscaled in fp32, and scaled once)"),
     unavailable("gradient_predivide_factor", "predivision (gradients are summed unscaled in fp32)", off=(1,)),
     unavailable("gradient_allreduce_op", "a sum of gradients in place of their mean", off=("mean",)),
-    unavailable("sparse_gradients", "sparse gradient reduction"),
+    no_effect("sparse_gradients", Bool, "sparse gradients are made dense as they arrive", off=(False,)),
     honoured("communication_data_type", SpelledDType, "precision.reduce_dtype (null: that of computation)"),
     honoured("data_types.grad_accum_dtype", SpelledDType, "precision.accumulate_dtype (null: fp32)"),
     unavailable("data_types.param_dtype", "a parameter dtype apart from fp16 and bf16 blocks", off=()),
