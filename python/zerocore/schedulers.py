@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerocore.config import ConfigWarning, SchedulerConfig
+from zerocore.config._sections import SCHEDULER_KEYS
 from zerocore.errors import ConfigError
 
 LrOrList = float | Sequence[float]
@@ -30,16 +31,6 @@ class _Schedule:
             )
         self.optimizer = optimizer
         self.last_batch_iteration = config.last_batch_iteration
-        self.warmup_num_steps = max(2, config.warmup_num_steps)
-        self.warmup_type = config.warmup_type
-        self.total_num_steps = config.total_num_steps
-        if self.total_num_steps is not None and self.total_num_steps < self.warmup_num_steps:
-            warnings.warn(
-                f"[scheduler] total_num_steps: got {self.total_num_steps}, expected at least warmup_num_steps, "
-                f"{self.warmup_num_steps}. The run ends in the warm-up.",
-                ConfigWarning,
-                stacklevel=3,
-            )
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at this iteration."""
@@ -79,6 +70,23 @@ class _Schedule:
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
 
+
+class _Warmup(_Schedule):
+    """What the schedules with a warm-up share."""
+
+    def __init__(self, optimizer: Any, config: SchedulerConfig) -> None:
+        super().__init__(optimizer, config)
+        self.warmup_num_steps = max(2, config.warmup_num_steps)
+        self.warmup_type = config.warmup_type
+        self.total_num_steps = config.total_num_steps
+        if self.total_num_steps is not None and self.total_num_steps < self.warmup_num_steps:
+            warnings.warn(
+                f"[scheduler] total_num_steps: got {self.total_num_steps}, expected at least warmup_num_steps, "
+                f"{self.warmup_num_steps}. The run ends in the warm-up.",
+                ConfigWarning,
+                stacklevel=4,
+            )
+
     def _warmup(self) -> float:
         """How far the warm-up is, from 0 to 1. Only in the warm-up."""
         if self.warmup_type == "log":
@@ -86,7 +94,7 @@ class _Schedule:
         return self.last_batch_iteration / self.warmup_num_steps
 
 
-class WarmupLR(_Schedule):
+class WarmupLR(_Warmup):
     """From warmup_min_lr up to warmup_max_lr in warmup_num_steps iterations; constant from there.
 
     Args:
@@ -166,7 +174,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, float(self.total_num_steps - self.last_batch_iteration) / float(decay_steps))
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(_Warmup):
     """Each group's own learning rate, times a ratio: from warmup_min_ratio to 1, then down a cosine to cos_min_ratio.
 
     Args:
@@ -215,12 +223,159 @@ class WarmupCosineLR(_Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
-def build_scheduler(config: SchedulerConfig, optimizer: Any) -> WarmupLR | WarmupCosineLR:
+class LRRangeTest(_Schedule):
+    """A range test: from lr_range_test_min_lr up without end, by lr_range_test_step_rate of it an interval of steps.
+
+    Args:
+        optimizer, last_batch_iteration: as in WarmupLR.
+        lr_range_test_min_lr: learning rate at the start; a list has one a group.
+        lr_range_test_step_size: steps an interval.
+        lr_range_test_step_rate: what an interval adds, as a part of lr_range_test_min_lr.
+        lr_range_test_staircase: True: once an interval; False: a part of it at each step.
+
+    Raises:
+        ConfigError: a value is out of range, or a list does not fit the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        lr_range_test_min_lr: LrOrList = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Sets the learning rates of the first step."""
+        config = _checked("LRRangeTest", locals())
+        super().__init__(optimizer, config)
+        self.min_lr = _one_per_group(config.lr_range_test_min_lr, optimizer.param_groups, "lr_range_test_min_lr")
+        self.step_size = config.lr_range_test_step_size
+        self.step_rate = config.lr_range_test_step_rate
+        self.staircase = config.lr_range_test_staircase
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at this iteration."""
+        intervals = float(self.last_batch_iteration + 1) / self.step_size
+        increase = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
+        return [lr * increase for lr in self.min_lr]
+
+
+class OneCycle(_Schedule):
+    """One cycle of the learning rate, up and down again, and of the momentum, down and up; then decay.
+
+    The momentum is the first of a group's `betas`; as in DeepSpeed the second becomes 0.99, the first step has
+    cycle_min_mom although the cycle begins at cycle_max_mom, and the momentum of an optimizer without betas stays.
+
+    Args:
+        optimizer, last_batch_iteration: as in WarmupLR.
+        cycle_min_lr, cycle_max_lr: learning rates at the ends and in the middle of the cycle; a list has one a group.
+        cycle_first_step_size, cycle_second_step_size: steps of the way up and down; None: as many down as up.
+        cycle_first_stair_count, cycle_second_stair_count: stairs in which these go, 0: a straight line; None: as many
+            down as up.
+        decay_step_size: steps of an interval of decay after the cycle; 0: no decay.
+        decay_lr_rate: after n intervals the learning rate is cycle_min_lr / (1 + n decay_lr_rate).
+        cycle_momentum: False leaves the momentum alone.
+        cycle_min_mom, cycle_max_mom: the momentum in the middle and at the ends; lists have one a group.
+        decay_mom_rate: after n intervals the momentum is cycle_max_mom (1 + n decay_mom_rate).
+
+    Raises:
+        ConfigError: a value is out of range, or a list does not fit the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        cycle_min_lr: LrOrList,
+        cycle_max_lr: LrOrList,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: LrOrList = 0.8,
+        cycle_max_mom: LrOrList = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Sets the learning rates, and the momentum, of the first step."""
+        config = _checked("OneCycle", locals())
+        super().__init__(optimizer, config)
+        groups, first, second = optimizer.param_groups, config.cycle_first_step_size, config.cycle_second_step_size
+        self.first_size, self.second_size = first, first if second is None else second
+        self.total_size = self.first_size + self.second_size
+        stairs, stairs_down = config.cycle_first_stair_count, config.cycle_second_stair_count
+        self.first_stair_count, self.second_stair_count = stairs, stairs if stairs_down is None else stairs_down
+        self.decay_step_size = config.decay_step_size
+        self.decay_lr_rate, self.decay_mom_rate = config.decay_lr_rate, config.decay_mom_rate
+        assert config.cycle_min_lr is not None and config.cycle_max_lr is not None
+        self.min_lrs = _one_per_group(config.cycle_min_lr, groups, "cycle_min_lr")
+        self.max_lrs = _one_per_group(config.cycle_max_lr, groups, "cycle_max_lr")
+        self.cycle_momentum = config.cycle_momentum and all("betas" in group for group in groups)
+        if config.cycle_momentum and not self.cycle_momentum:
+            warnings.warn(
+                "[scheduler] cycle_momentum: got true, expected an optimizer with betas. The momentum stays as it is; "
+                "set cycle_momentum to false.",
+                ConfigWarning,
+                stacklevel=3,
+            )
+        self.min_moms = _one_per_group(config.cycle_min_mom, groups, "cycle_min_mom")
+        self.max_moms = _one_per_group(config.cycle_max_mom, groups, "cycle_max_mom")
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at this iteration."""
+        if self.last_batch_iteration < self.total_size:
+            scale = self._scale()
+            return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [lr / (1 + self.decay_lr_rate * self._decay_intervals()) for lr in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at this iteration; None where the momentum is left alone."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < 0:
+            moms = self.min_moms
+        elif self.last_batch_iteration < self.total_size:
+            scale = self._scale()
+            moms = [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        else:
+            moms = [mom * (1 + self.decay_mom_rate * self._decay_intervals()) for mom in self.max_moms]
+        return [(mom, _CYCLE_BETA2) for mom in moms]
+
+    def _apply(self) -> None:
+        super()._apply()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
+
+    def _scale(self) -> float:
+        """How high the cycle is, from 0 to 1."""
+        at = (self.last_batch_iteration + 1) % self.total_size
+        up = at <= self.first_size
+        stairs = self.first_stair_count if up else self.second_stair_count
+        part, size = (at, self.first_size) if up else (self.total_size - at, self.second_size)
+        return math.floor(part * stairs / size) / stairs if stairs else part / size
+
+    def _decay_intervals(self) -> float:
+        if self.decay_step_size == 0:
+            return 0.0
+        return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+
+
+_KINDS: dict[str, Any] = {
+    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+_CYCLE_BETA2 = 0.99
+
+
+def build_scheduler(config: SchedulerConfig, optimizer: Any) -> Any:
     """The schedule that a configuration asks for, over an optimizer's groups."""
-    kinds: dict[str, Any] = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR, "WarmupCosineLR": WarmupCosineLR}
-    values = {name: getattr(config, name) for name in _ARGUMENTS[config.type]}
-    schedule: WarmupLR | WarmupCosineLR = kinds[config.type](optimizer, **values)
-    return schedule
+    return _KINDS[config.type](optimizer, **{name: getattr(config, name) for name in _arguments(config.type)})
 
 
 def build(given: Any | Callable[[Any], Any] | None, config: SchedulerConfig | None, optimizer: Any) -> Any | None:
@@ -256,17 +411,13 @@ def build(given: Any | Callable[[Any], Any] | None, config: SchedulerConfig | No
     return made
 
 
-_WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
-_ARGUMENTS = {
-    "WarmupLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr"),
-    "WarmupDecayLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
-    "WarmupCosineLR": (*_WARMUP, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
-}
+def _arguments(kind: str) -> tuple[str, ...]:
+    return (*SCHEDULER_KEYS[kind], "last_batch_iteration")
 
 
 def _checked(kind: Any, arguments: dict[str, Any]) -> SchedulerConfig:
     """Arguments of a schedule, checked as the configuration checks them."""
-    values = {name: arguments[name] for name in _ARGUMENTS[kind]}
+    values = {name: arguments[name] for name in _arguments(kind)}
     return SchedulerConfig(**{"type": kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}})
 
 
@@ -275,7 +426,7 @@ def _one_per_group(value: float | tuple[float, ...], groups: list[Any], name: st
         return [value] * len(groups)
     if len(value) != len(groups):
         raise ConfigError(
-            f"[scheduler] {name}: got {len(value)} learning rates, expected one a parameter group, {len(groups)}. Give "
+            f"[scheduler] {name}: got {len(value)} values, expected one a parameter group, {len(groups)}. Give "
             "one number for all groups, or a list of that length."
         )
     return list(value)

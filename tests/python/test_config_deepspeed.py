@@ -14,9 +14,10 @@ from zerocore.config import (
     ConfigWarning,
     LossScaleConfig,
     OptimizerConfig,
+    SchedulerConfig,
     ZeroConfig,
 )
-from zerocore.config._build import OPTIMIZERS
+from zerocore.config._build import OPTIMIZERS, SCHEDULERS
 from zerocore.config._document import document
 from zerocore.config._keys import Auto, Use
 from zerocore.config._schema import dotted_keys
@@ -151,6 +152,17 @@ def test_lion_and_adagrad_have_deepspeeds_defaults():
     given = {"lr": 0.5, "eps": 1e-8, "lr_decay": 0.1, "initial_accumulator_value": 1, "weight_decay": 0.1}
     assert translated(optimizer={"type": "Adagrad", "params": given}).optimizer == OptimizerConfig(
         type="adagrad", **given
+    )
+
+
+def test_cycles_and_range_tests():
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2], "cycle_first_step_size": 5, "cycle_min_mom": 0.7}
+    assert translated(scheduler={"type": "onecycle", "params": params}).scheduler == SchedulerConfig(
+        type="OneCycle", **params
+    )
+    params = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 5, "lr_range_test_staircase": True}
+    assert translated(scheduler={"type": "LRRangeTest", "params": params}).scheduler == SchedulerConfig(
+        type="LRRangeTest", **params
     )
 
 
@@ -434,10 +446,13 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
             "dampening, nesterov. Rename or remove it.",
         ),
         (
+            {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}},
+            f'scheduler.type: got "CosineAnnealingLR", expected {one_of(SCHEDULERS.values())}. Pass another schedule '
+            "to Engine(lr_scheduler=...).",
+        ),
+        (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1}}},
-            'scheduler.type: got "OneCycle", expected "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR". Pass another '
-            "schedule to "
-            "Engine(lr_scheduler=...).",
+            "scheduler.params.cycle_max_lr: got nothing, expected the learning rate in its middle. OneCycle needs it.",
         ),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},

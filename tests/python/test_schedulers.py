@@ -6,14 +6,22 @@ import math
 import pytest
 from zerocore.config import ConfigWarning, SchedulerConfig
 from zerocore.errors import ConfigError
-from zerocore.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR, build, build_scheduler
+from zerocore.schedulers import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build,
+    build_scheduler,
+)
 
 
 class Optimizer:
     """Parameter groups, and nothing else."""
 
-    def __init__(self, *lrs):
-        self.param_groups = [{"lr": lr} for lr in lrs]
+    def __init__(self, *lrs, **others):
+        self.param_groups = [{"lr": lr, **others} for lr in lrs]
 
     def lrs(self):
         return [group["lr"] for group in self.param_groups]
@@ -91,6 +99,80 @@ def test_rates_of_single_groups():
     assert optimizer.lrs() == [0.15, 0.01]
 
 
+def test_range():
+    make = functools.partial(LRRangeTest, lr_range_test_min_lr=0.5, lr_range_test_step_size=4)
+    assert sequence(make, 6) == [0.5 * (1 + i / 4) for i in range(6)]
+    make = functools.partial(
+        LRRangeTest,
+        lr_range_test_min_lr=[0.5],
+        lr_range_test_step_size=2,
+        lr_range_test_step_rate=3.0,
+        lr_range_test_staircase=True,
+    )
+    assert sequence(make, 7) == [0.5, 0.5, 2.0, 2.0, 3.5, 3.5, 5.0]
+
+
+def test_one_cycle_and_its_decay():
+    cycle = functools.partial(OneCycle, cycle_min_lr=0.25, cycle_max_lr=1.25, cycle_momentum=False)
+    make = functools.partial(cycle, cycle_first_step_size=4, cycle_second_step_size=2)
+    up_and_down = [0.25, 0.5, 0.75, 1.0, 1.25, 0.75, 0.25]
+    assert sequence(make, 10) == [*up_and_down, 0.25, 0.25, 0.25]
+    decayed = [0.25 / (1 + 0.5 * i / 2) for i in range(1, 5)]
+    assert sequence(functools.partial(make, decay_step_size=2, decay_lr_rate=0.5), 11) == [*up_and_down, *decayed]
+    assert sequence(functools.partial(make, decay_lr_rate=0.5), 9)[6:] == [0.25] * 3  # no interval, no decay
+    stairs = functools.partial(cycle, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert sequence(stairs, 9) == [0.25, 0.25, 0.75, 0.75, 1.25, 0.75, 0.75, 0.25, 0.25]
+    assert sequence(functools.partial(stairs, cycle_second_stair_count=0), 9)[4:] == [1.25, 1.0, 0.75, 0.5, 0.25]
+    assert sequence(functools.partial(cycle, cycle_first_step_size=2, cycle_second_step_size=0), 4)[:3] == [
+        0.25,
+        0.75,
+        0.25,
+    ]
+
+
+def betas_of(steps, **arguments):
+    optimizer = Optimizer(1.0, 2.0, betas=(0.5, 0.5))
+    schedule = OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=4, **arguments)
+    out = []
+    for _ in range(steps):
+        assert schedule.get_mom() == [group["betas"] for group in optimizer.param_groups]
+        out.append([group["betas"][0] for group in optimizer.param_groups])
+        assert all(group["betas"][1] == 0.99 for group in optimizer.param_groups)
+        schedule.step()
+    return out
+
+
+def test_the_momentum_of_one_cycle_goes_the_other_way():
+    assert betas_of(10, cycle_min_mom=0.5, cycle_max_mom=[0.75, 1.0]) == [
+        [0.5, 0.5],  # of the first step, as in DeepSpeed
+        *([0.75 - 0.25 * i / 4, 1.0 - 0.5 * i / 4] for i in (1, 2, 3, 4, 3, 2, 1, 0)),
+        [0.75, 1.0],
+    ]
+    decayed = betas_of(11, cycle_min_mom=0.5, cycle_max_mom=0.75, decay_step_size=4, decay_mom_rate=0.25)[9:]
+    assert decayed == [[0.75 * (1 + 0.25 * i / 4)] * 2 for i in (1, 2)]
+
+
+def test_the_momentum_of_an_optimizer_without_betas_stays():
+    optimizer = Optimizer(1.0, momentum=0.5)
+    with pytest.warns(ConfigWarning, match="cycle_momentum: got true, expected an optimizer with betas"):
+        schedule = OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2)
+    assert schedule.get_mom() is None
+    schedule.step()
+    assert optimizer.param_groups[0].keys() == {"lr", "momentum"}
+
+
+def test_a_resumed_cycle_has_its_momentum_at_once():
+    def make(optimizer):
+        return OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=4)
+
+    optimizer, resumed = Optimizer(1.0, betas=(0.5, 0.5)), Optimizer(1.0, betas=(0.5, 0.5))
+    schedule = make(optimizer)
+    for _ in range(3):
+        schedule.step()
+    make(resumed).load_state_dict(schedule.state_dict())
+    assert resumed.param_groups == optimizer.param_groups
+
+
 def test_a_warmup_of_one_step_counts_as_two():
     one, two = (sequence(functools.partial(WarmupLR, warmup_num_steps=n), 6) for n in (1, 2))
     assert one == two
@@ -102,6 +184,16 @@ def test_a_warmup_of_one_step_counts_as_two():
         functools.partial(WarmupLR, warmup_num_steps=5),
         functools.partial(WarmupDecayLR, total_num_steps=9, warmup_num_steps=5),
         functools.partial(WarmupCosineLR, total_num_steps=9, warmup_num_steps=5),
+        functools.partial(LRRangeTest, lr_range_test_step_size=3),
+        functools.partial(
+            OneCycle,
+            cycle_min_lr=0.1,
+            cycle_max_lr=0.2,
+            cycle_first_step_size=4,
+            decay_step_size=3,
+            decay_lr_rate=0.5,
+            cycle_momentum=False,
+        ),
     ],
 )
 def test_a_resumed_schedule_goes_on_as_if_never_stopped(make):
@@ -132,7 +224,19 @@ def test_a_resumed_schedule_goes_on_as_if_never_stopped(make):
         (lambda o: WarmupLR(o, warmup_max_lr=-1), "scheduler.warmup_max_lr: got -1, expected a number >= 0"),
         (
             lambda o: WarmupLR(o, warmup_max_lr=[1.0]),
-            "warmup_max_lr: got 1 learning rates, expected one a parameter group, 2.",
+            "warmup_max_lr: got 1 values, expected one a parameter group, 2.",
+        ),
+        (
+            lambda o: OneCycle(o, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=0),
+            "scheduler.cycle_first_step_size: got 0, expected an integer >= 1.",
+        ),
+        (
+            lambda o: OneCycle(o, cycle_min_lr=[0.1, 0.1, 0.1], cycle_max_lr=0.2, cycle_momentum=False),
+            "cycle_min_lr: got 3 values, expected one a parameter group, 2.",
+        ),
+        (
+            lambda o: LRRangeTest(o, lr_range_test_step_size=0),
+            "scheduler.lr_range_test_step_size: got 0, expected an integer >= 1.",
         ),
         (lambda o: WarmupDecayLR(o, total_num_steps=-1), "scheduler.total_num_steps: got -1, expected an integer >= 1"),
         (lambda o: WarmupLR(3), "optimizer: got a int, expected an object with param_groups."),
@@ -161,6 +265,18 @@ def test_a_run_that_ends_in_the_warmup_is_warned_of():
         (
             SchedulerConfig(type="WarmupCosineLR", total_num_steps=7, cos_min_ratio=0.1, warmup_num_steps=3),
             functools.partial(WarmupCosineLR, total_num_steps=7, cos_min_ratio=0.1, warmup_num_steps=3),
+        ),
+        (
+            SchedulerConfig(type="LRRangeTest", lr_range_test_step_size=5),
+            functools.partial(LRRangeTest, lr_range_test_step_size=5),
+        ),
+        (
+            SchedulerConfig(
+                type="OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=3, cycle_momentum=False
+            ),
+            functools.partial(
+                OneCycle, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=3, cycle_momentum=False
+            ),
         ),
     ],
 )

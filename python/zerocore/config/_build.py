@@ -8,6 +8,9 @@ from typing import Any
 from zerocore.config._native import Config
 from zerocore.config._reading import Reading
 from zerocore.config._sections import (
+    NEEDED,
+    NEEDED_VALUES,
+    SCHEDULER_KEYS,
     ActivationCheckpointingConfig,
     DataConfig,
     LossScaleConfig,
@@ -20,7 +23,7 @@ from zerocore.config._table import TABLE
 from zerocore.config._types import one_of
 
 OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad"}
-SCHEDULERS = {"warmuplr": "WarmupLR", "warmupdecaylr": "WarmupDecayLR", "warmupcosinelr": "WarmupCosineLR"}
+SCHEDULERS = {name.lower(): name for name in SCHEDULER_KEYS}
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed clips unless told not to
 ADAGRAD = {"lr": 1e-2, "eps": 1e-10}  # DeepSpeed's defaults where ours, which are the same for all optimizers, differ
@@ -116,12 +119,11 @@ def _check_types(reading: Reading) -> None:
             reading.problems.append(
                 f"{path}: got nothing, expected {one_of(known.values())}. Set it, or remove {section}."
             )
-    path = "scheduler.params.total_num_steps"
-    if reading.types["scheduler"] in ("warmupdecaylr", "warmupcosinelr") and path not in reading.given:
-        reading.problems.append(
-            f"{path}: got nothing, expected the number of steps of the run. {reading.values['scheduler.type']} needs "
-            "it."
-        )
+    scheduler = SCHEDULERS.get(reading.types["scheduler"] or "", "")
+    for name in NEEDED.get(scheduler, ()):
+        path = f"scheduler.params.{name}"
+        if path not in reading.given:
+            reading.problems.append(f"{path}: got nothing, expected {NEEDED_VALUES[name]}. {scheduler} needs it.")
 
 
 def _optimizer(reading: Reading, given: dict[str, Any]) -> OptimizerConfig | None:

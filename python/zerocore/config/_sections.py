@@ -81,12 +81,12 @@ OPTIMIZER_KEYS = {
 class SchedulerConfig:
     """A learning-rate schedule, moved on by each applied step. The formulas are in zerocore.schedulers."""
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    """After the warm-up: constant; down to warmup_min_lr in a line; down along a cosine."""
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+    """After a warm-up: constant; down to warmup_min_lr in a line; down along a cosine. Up and down; up without end."""
     warmup_num_steps: PositiveInt = 1000
-    """Steps of the warm-up."""
+    """Warmup*: steps of the warm-up."""
     warmup_type: WarmupType = "log"
-    """Shape of the warm-up."""
+    """Warmup*: shape of the warm-up."""
     total_num_steps: PositiveInt | None = None
     """WarmupDecayLR, WarmupCosineLR: steps of the whole run; must be set."""
     warmup_min_lr: LrOrList = 0.0
@@ -97,18 +97,73 @@ class SchedulerConfig:
     """WarmupCosineLR: the start of the warm-up, as a part of each group's learning rate."""
     cos_min_ratio: Ratio = 1e-4
     """WarmupCosineLR: the end of the cosine, as a part of each group's learning rate."""
+    cycle_min_lr: LrOrList | None = None
+    """OneCycle: learning rate at the ends of the cycle; must be set."""
+    cycle_max_lr: LrOrList | None = None
+    """OneCycle: learning rate in the middle of the cycle; must be set."""
+    cycle_first_step_size: PositiveInt = 2000
+    """OneCycle: steps of the way up."""
+    cycle_second_step_size: NonNegativeInt | None = None
+    """OneCycle: steps of the way down; None: as many as up."""
+    cycle_first_stair_count: NonNegativeInt = 0
+    """OneCycle: stairs on the way up; 0: a line."""
+    cycle_second_stair_count: NonNegativeInt | None = None
+    """OneCycle: stairs on the way down; None: as many as up."""
+    decay_step_size: NonNegativeInt = 0
+    """OneCycle: steps of an interval of decay after the cycle; 0: no decay."""
+    decay_lr_rate: NonNegativeFloat = 0.0
+    """OneCycle: after n intervals the learning rate is cycle_min_lr / (1 + n decay_lr_rate)."""
+    cycle_momentum: Bool = True
+    """OneCycle: move the first of betas as well, against the learning rate; the second becomes 0.99."""
+    cycle_min_mom: LrOrList = 0.8
+    """OneCycle: momentum in the middle of the cycle."""
+    cycle_max_mom: LrOrList = 0.9
+    """OneCycle: momentum at the ends of the cycle."""
+    decay_mom_rate: NonNegativeFloat = 0.0
+    """OneCycle: after n intervals the momentum is cycle_max_mom (1 + n decay_mom_rate)."""
+    lr_range_test_min_lr: LrOrList = 1e-3
+    """LRRangeTest: learning rate at the start."""
+    lr_range_test_step_size: PositiveInt = 2000
+    """LRRangeTest: steps an interval."""
+    lr_range_test_step_rate: NonNegativeFloat = 1.0
+    """LRRangeTest: what an interval adds, as a part of lr_range_test_min_lr."""
+    lr_range_test_staircase: Bool = False
+    """LRRangeTest: add it once an interval; False: a part at each step."""
     last_batch_iteration: IterationInt = -1
     """Steps already made, less one; -1 starts afresh."""
 
     def _contradictions(self) -> Iterator[str]:
-        cosine = self.type == "WarmupCosineLR"
-        yield from _without_effect(
-            self, "scheduler", ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
-        )
-        if self.type == "WarmupLR":
-            yield from _without_effect(self, "scheduler", ("total_num_steps",))
-        elif self.total_num_steps is None:
-            yield f"scheduler.total_num_steps: got None, expected the number of steps of the run. {self.type} needs it."
+        yield from _without_effect(self, "scheduler", _foreign(SCHEDULER_KEYS, self.type))
+        for name in NEEDED.get(self.type, ()):
+            if getattr(self, name) is None:
+                yield f"scheduler.{name}: got None, expected {NEEDED_VALUES[name]}. {self.type} needs it."
+
+
+# What each type of schedule takes, and what it must be given.
+_WARMUP = ("warmup_num_steps", "warmup_type")
+SCHEDULER_KEYS = {
+    "WarmupLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr"),
+    "WarmupDecayLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
+    "WarmupCosineLR": (*_WARMUP, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
+    "OneCycle": (
+        *("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size"),
+        *("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "decay_lr_rate"),
+        *("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+    ),
+    "LRRangeTest": (
+        *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase"),
+    ),
+}
+NEEDED = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+NEEDED_VALUES = {
+    "total_num_steps": "the number of steps of the run",
+    "cycle_min_lr": "the learning rate at the ends of the cycle",
+    "cycle_max_lr": "the learning rate in its middle",
+}
 
 
 @schema("precision.loss_scale")
@@ -231,6 +286,12 @@ class DataConfig:
     """Loader processes a rank; 0 loads in the training process."""
 
 
+def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
+    """The keys of the other types."""
+    every = dict.fromkeys(name for names in keys.values() for name in names)
+    return tuple(name for name in every if name not in keys[own])
+
+
 def _without_effect(config: Any, prefix: str, names: tuple[str, ...]) -> Iterator[str]:
     """Problems for keys that are set although they mean nothing for `config.type`."""
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
@@ -238,9 +299,3 @@ def _without_effect(config: Any, prefix: str, names: tuple[str, ...]) -> Iterato
         value = getattr(config, name)
         if value != defaults[name]:
             yield f'{prefix}.{name}: got {show(value)}, expected no value: type "{config.type}" has none. Remove it.'
-def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
-    """The keys of the other types."""
-    every = dict.fromkeys(name for names in keys.values() for name in names)
-    return tuple(name for name in every if name not in keys[own])
-
-

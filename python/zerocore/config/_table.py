@@ -34,6 +34,9 @@ _TORCHS = (*_ADAM, *_SGD, *_ADAGRAD)
 _LR = ("warmuplr", "warmupdecaylr")
 _TOTAL = ("warmupdecaylr", "warmupcosinelr")
 _COSINE = ("warmupcosinelr",)
+_WARMUP = (*_LR, *_COSINE)
+_CYCLE = ("onecycle",)
+_RANGE = ("lrrangetest",)
 _BATCH = PositiveInt | None
 _AIO = "only offload to NVMe reads it"
 _SCALE = "bf16 needs no loss scale"
@@ -87,11 +90,32 @@ TABLE: tuple[Key, ...] = (
     honoured("scheduler.type", Text, "scheduler.type", auto=_FILL),
     honoured("scheduler.params.warmup_min_lr", LrOrList, "scheduler.warmup_min_lr", only=_LR),
     honoured("scheduler.params.warmup_max_lr", LrOrList, "scheduler.warmup_max_lr", only=_LR),
-    honoured("scheduler.params.warmup_num_steps", PositiveInt, "scheduler.warmup_num_steps", auto=_FILL),
-    honoured("scheduler.params.warmup_type", WarmupType, "scheduler.warmup_type"),
+    honoured("scheduler.params.warmup_num_steps", PositiveInt, "scheduler.warmup_num_steps", auto=_FILL, only=_WARMUP),
+    honoured("scheduler.params.warmup_type", WarmupType, "scheduler.warmup_type", only=_WARMUP),
     honoured("scheduler.params.total_num_steps", PositiveInt, "scheduler.total_num_steps", auto=_FILL, only=_TOTAL),
     honoured("scheduler.params.warmup_min_ratio", Ratio, "scheduler.warmup_min_ratio", only=_COSINE),
     honoured("scheduler.params.cos_min_ratio", Ratio, "scheduler.cos_min_ratio", only=_COSINE),
+    *(
+        honoured(f"scheduler.params.{name}", type, f"scheduler.{name}", auto=auto, only=only)
+        for name, type, auto, only in (
+            ("cycle_min_lr", LrOrList, _FILL, _CYCLE),
+            ("cycle_max_lr", LrOrList, _FILL, _CYCLE),
+            ("cycle_first_step_size", PositiveInt, Auto.DEFAULT, _CYCLE),
+            ("cycle_second_step_size", NonNegativeInt | None, Auto.DEFAULT, _CYCLE),
+            ("cycle_first_stair_count", NonNegativeInt, Auto.DEFAULT, _CYCLE),
+            ("cycle_second_stair_count", NonNegativeInt | None, Auto.DEFAULT, _CYCLE),
+            ("decay_step_size", NonNegativeInt, Auto.DEFAULT, _CYCLE),
+            ("decay_lr_rate", NonNegativeFloat, Auto.DEFAULT, _CYCLE),
+            ("cycle_momentum", Bool, Auto.DEFAULT, _CYCLE),
+            ("cycle_min_mom", LrOrList, Auto.DEFAULT, _CYCLE),
+            ("cycle_max_mom", LrOrList, Auto.DEFAULT, _CYCLE),
+            ("decay_mom_rate", NonNegativeFloat, Auto.DEFAULT, _CYCLE),
+            ("lr_range_test_min_lr", LrOrList, Auto.DEFAULT, _RANGE),
+            ("lr_range_test_step_size", PositiveInt, Auto.DEFAULT, _RANGE),
+            ("lr_range_test_step_rate", NonNegativeFloat, Auto.DEFAULT, _RANGE),
+            ("lr_range_test_staircase", Bool, Auto.DEFAULT, _RANGE),
+        )
+    ),
     honoured("scheduler.params.last_batch_iteration", IterationInt, "scheduler.last_batch_iteration"),
     # Gradients
     honoured("gradient_clipping", NonNegativeFloat, "gradient_clipping"),
