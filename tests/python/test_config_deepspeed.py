@@ -1,5 +1,6 @@
 """DeepSpeed's configuration: what each key becomes, and what is said of those that become nothing."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -57,6 +58,8 @@ def with_type(key, value):
     kinds = {"optimizer": "adamw", "scheduler": "warmuplr"}
     if section in kinds and rest != "type":
         block[section]["type"] = key.only[0] if key.only else kinds[section]
+    if ".offload_" in key.path and not key.path.endswith(".device"):
+        block[section][key.path.split(".")[1]]["device"] = "cpu"  # else it is off
     return {**BATCH, **block}
 
 
@@ -299,7 +302,7 @@ def test_no_steps_between_reports_is_never():
     "block",
     [
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": True}}},
-        {"zero_optimization": {"offload_param": {"device": "auto"}}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "buffer_count": 5, "buffer_size": 1e8}}},
         {"zero_optimization": {"zero_hpz_partition_size": 1, "cpu_offload": False}},
         {"amp": {"enabled": False, "opt_level": "O1"}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
@@ -362,6 +365,39 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
 
 
 @pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}},
+            "zero_optimization.offload_param.device: engines run on the CPU in this version, so all states lie in host "
+            "memory; DeepSpeed reads it in stage 3\n  zero_optimization.offload_param.pin_memory: no state is copied "
+            "to a device",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "auto", "pin_memory": True}}},
+            'nothing fills "auto" in here, so these keys count as not given: zero_optimization.offload_optimizer'
+            ".device",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload: engines run on the CPU in this version, so all states lie in host memory; "
+            "DeepSpeed's new name is offload_optimizer",
+        ),
+        ({"prescale_gradients": "auto"}, "these keys count as not given: prescale_gradients"),
+        (
+            {"zero_optimization": {"gather_fp16_weights_on_model_save": True}},
+            "zero_optimization.gather_fp16_weights_on_model_save: now "
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        ),
+    ],
+)
+def test_what_deepspeed_drops_in_silence_is_said(block, said):
+    with pytest.warns(ConfigWarning) as caught:
+        Config.from_deepspeed({**BATCH, **block})
+    assert [str(each.message).endswith(said) for each in caught] == [True]
+
+
+@pytest.mark.parametrize(
     ("source", "text"),
     [
         (
@@ -401,16 +437,22 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
             "zero_optimization.allgather_bucket_size: got -5, expected an integer >= 0.",
         ),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            'zero_optimization.offload_optimizer: got {"device": "cpu"}, expected it to be off: offload to CPU memory '
-            "or NVMe is "
-            'not available in this version. Remove it, or set "device": "none" in it.',
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}},
+            'zero_optimization.offload_optimizer.device: got "nvme", expected "none" or "cpu" (offload to NVMe is not '
+            "available in this version).",
         ),
         (
-            {"prescale_gradients": True},
-            "prescale_gradients: got true, expected it to be off: prescaling (gradients are summed unscaled in fp32, "
-            "and scaled "
-            "once) is not available in this version. Remove it, or set it to false.",
+            {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memroy": True}}},
+            "zero_optimization.offload_optimizer.pin_memroy: got an unknown key, expected one of those in "
+            "docs/configuration.md. Did you mean zero_optimization.offload_optimizer.pin_memory? Rename or remove it.",
+        ),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            'zero_optimization.offload_param: got "cpu", expected an object: {"device": "cpu"}.',
+        ),
+        (
+            {"prescale_gradients": 1},
+            "prescale_gradients: got 1, expected true or false.",
         ),
         (
             {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -470,8 +512,7 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
         ({"steps_per_print": "epoch"}, 'steps_per_print: got "epoch", expected an integer >= 1.'),
         (
             {"gradient_predivide_factor": True},  # not 1, which would be off
-            "gradient_predivide_factor: got true, expected it to be off: predivision (gradients are summed unscaled in "
-            "fp32) is not available in this version. Remove it, or set it to 1.",
+            "gradient_predivide_factor: got true, expected a number > 0.",
         ),
         ({"gradient_clipping": None}, "gradient_clipping: got null, expected a number >= 0."),
     ],
@@ -506,7 +547,9 @@ def test_an_unknown_key_is_answered_with_the_nearest(source, near):
 
 
 def test_all_problems_are_reported_at_once():
-    message = message_of({"zero_optimization": {"stage": 4, "offload_param": {"device": "cpu"}}, "qqq": 1, "amp": True})
+    message = message_of(
+        {"zero_optimization": {"stage": 4, "offload_param": {"device": "nvme"}}, "qqq": 1, "amp": True}
+    )
     assert message.splitlines()[0] == "[config] 4 problems in this configuration:"
 
 
@@ -593,6 +636,16 @@ def test_a_file_is_read_and_named(tmp_path):
     assert message_of(8) == "[config] config: got int, expected a zerocore.Config, a dict or a path."
 
 
+def test_a_configuration_as_base64():
+    """As DeepSpeed's launcher hands it to scripts."""
+    text = json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}, "_": "\u00ff\u00fe\u00ff"})
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert Config.from_deepspeed(encoded, warn=False) == Config.from_deepspeed(json.loads(text), warn=False)
+    broken = base64.urlsafe_b64encode(b'{"train_batch_size": 8,}').decode()
+    assert message_of(broken).startswith("[config] this base64 configuration, line 1: got a comma after the last")
+    assert "cannot be read" in message_of(base64.b64encode(b"[1, 2, 3]").decode())  # the name of no file
+
+
 # The table
 
 
@@ -650,7 +703,7 @@ def test_what_is_not_available_says_so(key):
 
 @pytest.mark.parametrize("key", [key for key in TABLE if key.use is Use.NO_EFFECT], ids=lambda key: key.path)
 def test_what_has_no_effect_says_so_once(key):
-    for value in (True, False, 1, "text"):
+    for value in (True, False, "cpu", 0.5, 1, "text"):
         if value in key.off and isinstance(value, bool):
             continue
         with warnings.catch_warnings(record=True) as caught:

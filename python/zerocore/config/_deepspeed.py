@@ -30,14 +30,24 @@ _EXAMPLES = {
     "optimizer": '{"type": "AdamW", "params": {"lr": 1e-4}}',
     "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
     "zero_optimization": '{"stage": 2}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
     "fp16": '{"enabled": true}',
     "bf16": '{"enabled": true}',
 }
+_OFFLOAD = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _INVALID = object()
 
 
 def translate(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool) -> Config:
     """See Config.from_deepspeed."""
+    try:
+        return _translate(source, warn=warn)
+    except RecursionError:
+        raise config_error(["config: got blocks nested too deeply to be read, expected at most a dozen."]) from None
+
+
+def _translate(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool) -> Config:
     raw, name = _json.read(source)
     reading = Reading(
         types={"optimizer": _type(raw, "optimizer", OPTIMIZERS), "scheduler": _type(raw, "scheduler", SCHEDULERS)}
@@ -48,7 +58,7 @@ def translate(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool)
         raise config_error(reading.problems, source=name)
     if warn:
         for message in _remarks(reading):
-            warnings.warn(message, ConfigWarning, stacklevel=3)
+            warnings.warn(message, ConfigWarning, stacklevel=4)
     return config
 
 
@@ -88,7 +98,10 @@ def _read_section(path: str, value: Any, reading: Reading) -> None:
     elif path in ("optimizer.params", "scheduler.params") and reading.types[path.partition(".")[0]] is None:
         return  # the type is unknown, which is reported, so nothing can be said of its parameters
     elif isinstance(value, Mapping):
+        said = len(reading.without_effect)
         _walk(value, f"{path}.", reading)
+        if path in _OFFLOAD and value.get("device", "none") in ("none", "auto", None):
+            del reading.without_effect[said:]  # a block that is off asks for nothing
     elif value is not None:
         reading.problems.append(f"{path}: got {show_json(value)}, expected an object: {_EXAMPLES.get(path, '{...}')}.")
 
@@ -97,6 +110,8 @@ def _read(key: Key, value: Any, reading: Reading) -> None:
     type_name = reading.types.get(key.path.partition(".")[0])
     if key.only and type_name not in key.only:
         reading.problems.append(_of_another_type(key, value, str(type_name)))
+    elif value == "auto" and key.use is not Use.HONOURED:
+        reading.autos.append(key.path)
     elif key.use is Use.UNAVAILABLE:
         if not key.asks_for_nothing(value):
             reading.problems.append(_unavailable(key, value))
@@ -159,8 +174,7 @@ def _of_another_type(key: Key, value: Any, type_name: str) -> str:
 def _unavailable(key: Key, value: Any) -> str:
     fix = f"Remove it, or set it to {show_json(key.off[0])}." if key.off else "Remove it."
     if key.switches:
-        off = '"none"' if key.switches[0] == "device" else "false"
-        fix = f'Remove it, or set "{key.switches[0]}": {off} in it.'
+        fix = f'Remove it, or set "{key.switches[0]}": false in it.'
     return (
         f"{key.path}: got {show_json(value)}, expected it to be off: {key.note} is not available in this version. {fix}"
     )

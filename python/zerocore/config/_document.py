@@ -66,10 +66,11 @@ number of ranks takes `train_batch_size` and `micro_batch_size`.
 _DEEPSPEED = f"""\
 ## DeepSpeed configurations
 
-`Config.from_deepspeed(source)` translates a dict or a JSON file; `Engine` and `initialize` do so for whatever is not a
-`Config`. Files are strict JSON: a comment or a trailing comma is an error that names its line, a key given twice one
-that names the key. Names with a leading underscore are taken for comments. Whole numbers may be written `5e8`. All
-problems are reported in one `ConfigError`; remarks are `zerocore.config.ConfigWarning`s, one a kind.
+`Config.from_deepspeed(source)` translates a dict, a JSON file, or JSON as base64 (as DeepSpeed's launcher passes it
+on); `Engine` and `initialize` do so for whatever is not a `Config`. JSON is strict: a comment or a trailing comma is an
+error that names its line, a key given twice one that names the key. Names with a leading underscore are taken for
+comments. Whole numbers may be written `5e8`. All problems are reported in one `ConfigError`; remarks are
+`zerocore.config.ConfigWarning`s, one a kind.
 
 Defaults on this path are DeepSpeed's where they differ from those above:
 

@@ -1,7 +1,9 @@
-"""Reads a DeepSpeed configuration: a dict as it is, or a strict JSON file, with errors that name the line."""
+"""Reads a DeepSpeed configuration: a dict, strict JSON in a file or as base64, with errors that name the line."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
 from collections.abc import Mapping
@@ -22,14 +24,17 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[dict[str, 
         return dict(source), "this configuration"
     if not isinstance(source, (str, os.PathLike)):
         raise config_error([f"config: got {type(source).__name__}, expected a zerocore.Config, a dict or a path."])
-    text = _text(source)
-    name = os.fspath(source)
+    encoded = _from_base64(source) if isinstance(source, str) else None
+    text = _text(source) if encoded is None else encoded
+    name = os.fspath(source) if encoded is None else "this base64 configuration"
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise _not_json(name, text, error) from None
     except _DuplicateError as error:
         raise config_error([f"{name}: got the key {error}, expected each key once. Remove one of them."]) from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise config_error([f"{name}: got an integer of thousands of digits, expected shorter ones."]) from None
     if not isinstance(value, dict):
         raise config_error([f"{name}: got {show(value)}, expected an object: {{...}}."])
     return value, name
@@ -46,6 +51,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _DuplicateError(f'"{key}" twice in one object ({json.dumps(values[key])}, then {json.dumps(value)})')
         values[key] = value
     return values
+
+
+def _from_base64(source: str) -> str | None:
+    """The JSON that DeepSpeed's launcher hands over as base64; None where `source` is something else: a path."""
+    if len(source) < 4 or os.path.exists(source):
+        return None
+    try:
+        text = base64.b64decode(source, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 def _text(source: str | os.PathLike[str]) -> str:

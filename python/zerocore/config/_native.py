@@ -74,7 +74,7 @@ class Config:
         """Translates a DeepSpeed configuration.
 
         Args:
-            source: the configuration as a dict, or the path of its JSON file.
+            source: the configuration as a dict, the path of its JSON file, or JSON as base64.
             warn: False leaves out the ConfigWarnings (on ranks other than the first, say).
 
         Returns:

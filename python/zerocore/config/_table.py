@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zerocore.config._keys import Auto, Key, Use, honoured, no_effect, renamed, unavailable, unavailable_block
 from zerocore.config._types import (
     Betas,
@@ -14,6 +16,8 @@ from zerocore.config._types import (
     Names,
     NonNegativeFloat,
     NonNegativeInt,
+    OffloadDevice,
+    PositiveFloat,
     PositiveInt,
     Ratio,
     ScalePower,
@@ -38,9 +42,29 @@ _WARMUP = (*_LR, *_COSINE)
 _CYCLE = ("onecycle",)
 _RANGE = ("lrrangetest",)
 _BATCH = PositiveInt | None
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_OFFLOAD_PARAM = "zero_optimization.offload_param"
+_ON_CPU = "engines run on the CPU in this version, so all states lie in host memory"
 _AIO = "only offload to NVMe reads it"
 _SCALE = "bf16 needs no loss scale"
 _TORCH = "the optimizer is fused and has no such variants"
+
+# Of the two offload blocks: name, type, why nothing is lost.
+_OFFLOAD_KEYS: tuple[tuple[str, Any, str], ...] = (
+    ("pin_memory", Bool, "no state is copied to a device"),
+    ("nvme_path", Text, _AIO),
+    ("buffer_count", PositiveInt, _AIO),
+)
+_OFFLOAD_PARAM_KEYS = (*_OFFLOAD_KEYS, ("buffer_size", PositiveInt, _AIO), ("max_in_cpu", NonNegativeInt, _AIO))
+_OFFLOAD_OPTIMIZER_KEYS = (
+    *_OFFLOAD_KEYS,
+    ("pipeline_read", Bool, _AIO),
+    ("pipeline_write", Bool, _AIO),
+    ("fast_init", Bool, _AIO),
+    ("ratio", Ratio, "the optimizer runs on the CPU"),
+    ("super_offload", Bool, "the optimizer runs on the CPU"),
+    ("cpuadam_cores_perc", Ratio, "the optimizer takes as many threads as torch does"),
+)
 
 TABLE: tuple[Key, ...] = (
     # Batch sizes
@@ -119,8 +143,8 @@ TABLE: tuple[Key, ...] = (
     honoured("scheduler.params.last_batch_iteration", IterationInt, "scheduler.last_batch_iteration"),
     # Gradients
     honoured("gradient_clipping", NonNegativeFloat, "gradient_clipping"),
-    unavailable("prescale_gradients", "prescaling (gradients are summed unscaled in fp32, and scaled once)"),
-    unavailable("gradient_predivide_factor", "predivision (gradients are summed unscaled in fp32)", off=(1,)),
+    no_effect("prescale_gradients", Bool, "gradients are summed unscaled in fp32 and divided once", off=(False,)),
+    no_effect("gradient_predivide_factor", PositiveFloat, "gradients are summed in fp32 and divided once", off=(1,)),
     unavailable("gradient_allreduce_op", "a sum of gradients in place of their mean", off=("mean",)),
     no_effect("sparse_gradients", Bool, "sparse gradients are made dense as they arrive", off=(False,)),
     honoured("communication_data_type", SpelledDType, "precision.reduce_dtype (null: that of computation)"),
@@ -193,12 +217,19 @@ TABLE: tuple[Key, ...] = (
     no_effect("zero_optimization.pipeline_loading_checkpoint", Bool, "there is no checkpoint to load", off=(False,)),
     no_effect("zero_optimization.log_trace_cache_warnings", Bool, "the order of units may change", off=(False,)),
     no_effect("zero_optimization.enable_sanity_checks", Bool, "ranks are always compared"),
-    unavailable_block("zero_optimization.offload_optimizer", "offload to CPU memory or NVMe", switches=("device",)),
-    unavailable_block("zero_optimization.offload_param", "offload to CPU memory or NVMe", switches=("device",)),
-    unavailable("zero_optimization.cpu_offload", "offload to CPU memory"),
-    unavailable("zero_optimization.cpu_offload_param", "offload to CPU memory"),
-    unavailable("zero_optimization.cpu_offload_params", "offload to CPU memory"),
-    no_effect("zero_optimization.cpu_offload_use_pin_memory", Bool, "only offload reads it"),
+    no_effect(f"{_OFFLOAD}.device", OffloadDevice, _ON_CPU, off=("none",)),
+    no_effect(f"{_OFFLOAD_PARAM}.device", OffloadDevice, f"{_ON_CPU}; DeepSpeed reads it in stage 3", off=("none",)),
+    *(no_effect(f"{_OFFLOAD}.{name}", type, note) for name, type, note in _OFFLOAD_OPTIMIZER_KEYS),
+    *(no_effect(f"{_OFFLOAD_PARAM}.{name}", type, note) for name, type, note in _OFFLOAD_PARAM_KEYS),
+    *(
+        no_effect(f"zero_optimization.{name}", Bool, f"{_ON_CPU}; DeepSpeed's new name is {new}", off=(False,))
+        for name, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+            ("cpu_offload_params", "offload_param"),
+            ("cpu_offload_use_pin_memory", "offload_optimizer.pin_memory"),
+        )
+    ),
     unavailable_block("zero_optimization.zenflow", "ZenFlow"),
     unavailable("zero_optimization.zero_hpz_partition_size", "hierarchical partitioning", off=(1,)),
     unavailable("zero_optimization.zero_quantized_weights", "quantized communication"),
@@ -209,6 +240,10 @@ TABLE: tuple[Key, ...] = (
     unavailable("zero_optimization.mics_hierarchical_params_gather", "MiCS sharding"),
     renamed(
         "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ),
+    renamed(
+        "zero_optimization.gather_fp16_weights_on_model_save",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     ),
     *(
@@ -289,7 +324,7 @@ TABLE: tuple[Key, ...] = (
     ),
     no_effect("checkpoint.tag_validation", Text, "the ranks' tags are always compared, and a difference is an error"),
     no_effect("checkpoint.load_universal", Bool, "every checkpoint loads on any number of ranks"),
-    unavailable("checkpoint.use_node_local_storage", "a checkpoint spread over the machines' own disks"),
+    no_effect("checkpoint.use_node_local_storage", Bool, "a checkpoint is a folder that all ranks see", off=(False,)),
     no_effect("checkpoint.checkpoint_serialization", Bool, "checkpoints hold no pickled objects"),
     no_effect("checkpoint.parallel_write.pipeline_stage", Bool, "every rank writes its share"),
     unavailable("checkpoint.writer", "checkpointing", off=()),

@@ -73,6 +73,9 @@ Stage = Annotated[int, Field(ge=0, le=3), _WHOLE, Expect("0, 1, 2 or 3")]
 WarmupType = Literal["log", "linear"]
 DType = Literal["fp32", "bf16", "fp16"]
 SpelledDType = Annotated[DType | None, BeforeValidator(_dtype_name), Expect('"fp32", "bf16" or "fp16"')]
+OffloadDevice = Annotated[
+    Literal["none", "cpu"], Expect('"none" or "cpu" (offload to NVMe is not available in this version)')
+]
 Names = Annotated[tuple[str, ...], _AS_TUPLE, Expect("a list of strings")]
 
 
