@@ -6,10 +6,13 @@ through gas = ceil(M / N) of them; where N does not divide M, the last ranks hav
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from zerocore.config._problems import config_error, show
 from zerocore.errors import ConfigError
+
+_SEARCHED = 100_000  # sizes below one that does not divide, for those that would
 
 
 class Batch(NamedTuple):
@@ -85,12 +88,13 @@ def _indivisible_by_ranks(total: int, gas: int, ranks: int) -> ConfigError:
 
 
 def _indivisible_by_micro(total: int, micro: int) -> ConfigError:
-    divisors = [str(size) for size in range(1, min(micro, total) + 1) if total % size == 0][-4:]
+    nearest = range(min(micro, total), max(0, micro - _SEARCHED), -1)
+    divisors = sorted({1, *itertools.islice((size for size in nearest if total % size == 0), 4)})[-4:]
     return config_error(
         [
             f"train_batch_size: got {total} with micro_batch_size={micro}, expected a multiple of micro_batch_size. "
             f"Set it to {_multiples_around(total, micro)}, or micro_batch_size to a divisor of {total} "
-            f"({', '.join(divisors)})."
+            f"({', '.join(map(str, divisors))})."
         ]
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from zerocore.errors import ConfigError
 
+_LONGEST_NAME = 200
+
 
 class ConfigWarning(UserWarning):
     """Something in a configuration has no effect here, has a newer name, or was filled in."""
@@ -31,13 +33,17 @@ def show_json(value: object) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):  # not a JSON value
-        text = repr(value)
+        return show(value)
     return _short(text)
 
 
 def show(value: object) -> str:
     """A value as an error message quotes it: short."""
-    return _short(repr(value))
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a {type(value).__name__} too long to print"
+    return _short(text)
 
 
 def _short(text: str) -> str:
@@ -54,6 +60,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
         return text.strip().lower().replace(".", "_").replace("-", "_")
 
     wanted = plain(name)
+    if len(wanted) > _LONGEST_NAME:
+        return None  # comparing takes the square of its length
     best, best_score = None, 0.65
     for candidate in candidates:
         for form in {plain(candidate), plain(candidate.rpartition(".")[2])}:
