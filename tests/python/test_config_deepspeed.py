@@ -17,6 +17,7 @@ from zerocore.config import (
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
+    _migrating,
 )
 from zerocore.config._build import OPTIMIZERS, SCHEDULERS
 from zerocore.config._document import document
@@ -725,6 +726,16 @@ def test_auto_without_a_sensible_default_is_an_error(key):
 def test_the_documentation_is_up_to_date():
     """docs/configuration.md is made by `python -m zerocore.config._document`."""
     assert (ROOT / "docs" / "configuration.md").read_text() == document()
+
+
+def test_the_guide_for_deepspeed_users_has_every_key():
+    """docs/migrating.md is made by `python -m zerocore.config._migrating`."""
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    assert text == _migrating.document()
+    lines = [line.split("|")[1:-1] for line in text.partition("## Every key")[2].splitlines() if line.startswith("| `")]
+    assert [line[0].strip() for line in lines] == [f"`{key.path}`" for key in TABLE]
+    assert {line[1].strip() for line in lines} == {"honoured", "no effect", "refused", "older name"}
+    assert all(line[2].strip() for line in lines)
 
 
 def test_values_that_are_no_json_are_quoted_all_the_same():

@@ -151,6 +151,7 @@ TABLE: tuple[Key, ...] = (
     honoured("data_types.grad_accum_dtype", SpelledDType, "precision.accumulate_dtype (null: fp32)"),
     unavailable("data_types.param_dtype", "a parameter dtype apart from fp16 and bf16 blocks", off=()),
     unavailable("data_types.buffer_dtype", "a dtype for buffers", off=()),
+    unavailable("data_types.keep_in_fp32_modules", "fp32 modules in a 16-bit model", off=([],)),
     no_effect("seq_parallel_communication_data_type", Text, "only sequence parallelism reads it"),
     no_effect("disable_allgather", Bool, "parameters are always gathered", off=(False,)),
     # Precision
