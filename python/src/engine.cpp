@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "memory.h"
+#include "zc/comm/plan_communicator.h"
 #include "zc/comm/topology.h"
 #include "zc/engine/reductions.h"
 #include "zc/engine/step_engine.h"
@@ -185,6 +186,8 @@ void bind_engine(py::module_& m) {
         return zc::comm::Topology{.dp = world.size()}.make_group(world, zc::comm::Role::kShard);
       },
       NoGil(), "The ranks over which this rank's model states are sharded. Collective.");
+  m.def("plan_communicator", &zc::comm::make_plan_communicator, py::arg("size"),
+        "A rank of a group that does not exist: what a StepEngine over it would allocate is addresses only.");
   m.def("exact_mean", &zc::engine::exact_mean, NoGil(), py::arg("comm"), py::arg("value"), py::arg("counts"),
         "The mean over the ranks that count, exact and rounded once. Collective.");
   m.def(
@@ -238,8 +241,10 @@ void bind_engine(py::module_& m) {
                                          {},
                                          {max_live_numel, max_reuse_numel, prefetch_numel}};
              for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
-             return std::make_unique<StepEngine>(std::move(comm), zc::device::cpu_device(), std::move(params),
-                                                 std::move(groups), options);
+             auto& device =
+                 comm->backend() == std::string_view("plan") ? zc::device::plan_device() : zc::device::cpu_device();
+             return std::make_unique<StepEngine>(std::move(comm), device, std::move(params), std::move(groups),
+                                                 options);
            }),
            NoGil(), py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
            py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
@@ -292,7 +297,8 @@ void bind_engine(py::module_& m) {
           NoGil(), py::arg("groups"), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"),
           py::arg("stop"), py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
-      .def("memory_report", &StepEngine::memory_report);
+      .def("memory_report", &StepEngine::memory_report)
+      .def("most_while_running", &StepEngine::most_while_running);
   bind_checkpoint(engine);
   bind_gatherer(engine);
 }

@@ -19,7 +19,7 @@ from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
-from zerocore._other_state import broadcast, share_other_state
+from zerocore._other_state import broadcast, other_state_bytes, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
 from zerocore._saving import Saving
@@ -107,7 +107,7 @@ class Engine(WholeModel, Saving):
             self.training_dataloader = _data.make_loader(
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
-        units = self._choose_units()
+        units = units_of(model, self.config)
         with _memory.direct_allocations():
             self._params = ModelParams(
                 model,
@@ -381,12 +381,11 @@ class Engine(WholeModel, Saving):
         in. frozen_parameters, buffers: what is not trained. checkpoint_snapshot: kept by checkpoint.async_save.
         """
         report = self._params.memory_report()
-        held = {id(p) for p in self._params.params}
-        others = sum(p.numel() * p.element_size() for p in self.module.parameters() if id(p) not in held)
+        others = other_state_bytes(self.module, self._params.params)
+        others["frozen_parameters"] += report.get("frozen_parameters", 0)
         return report | {
             "messages": sum(comm.staging_bytes() for comm in self._comms()),
-            "frozen_parameters": report.get("frozen_parameters", 0) + others,
-            "buffers": sum(b.numel() * b.element_size() for b in self.module.buffers()),
+            **others,
             "checkpoint_snapshot": self._checkpoints.snapshot_bytes(),
         }
 
@@ -484,19 +483,6 @@ class Engine(WholeModel, Saving):
 
     # Inside
 
-    def _choose_units(self) -> list[Unit]:
-        config = self.config
-        casts = config.precision.compute_dtype not in (None, config.precision.dtype)
-        if config.zero.stage < 3 and not casts and not config.activation_checkpointing.enabled:
-            return []
-        return choose_units(
-            self.module,
-            min_numel=config.zero.unit_numel,
-            classes=config.zero.unit_classes,
-            names=config.zero.unit_names,
-            external=zero.external_parameters(self.module),
-        )
-
     def _begin_micro_step(self) -> None:
         self._check_whole()
         if self._ended_early:
@@ -584,6 +570,20 @@ class Engine(WholeModel, Saving):
         if self.rank == 0:
             then = "" if self._scaler is None else f"; loss scale was {scale:g}, is {self._scaler.scale:g}"
             logger.warning("%s%s", what, then)
+
+
+def units_of(model: torch.nn.Module, config: Config) -> list[Unit]:
+    """The model's units, where the config has a use for them."""
+    casts = config.precision.compute_dtype not in (None, config.precision.dtype)
+    if config.zero.stage < 3 and not casts and not config.activation_checkpointing.enabled:
+        return []
+    return choose_units(
+        model,
+        min_numel=config.zero.unit_numel,
+        classes=config.zero.unit_classes,
+        names=config.zero.unit_names,
+        external=zero.external_parameters(model),
+    )
 
 
 def _loss_scaler(precision: PrecisionConfig) -> Any:

@@ -21,15 +21,28 @@ def share_other_state(
     Args:
         held: the parameters that the core holds.
     """
+    cast_other_state(model, held, dtypes)
     ours = {id(p) for p in held}
-    for dtype in dtypes:
-        if set(dtypes) != {torch.float32}:
-            _cast_other_state(model, ours, dtype)
     broadcast([p for p in model.parameters() if id(p) not in ours], comm, "frozen parameters")
     broadcast(list(model.buffers()), comm, "buffers")
 
 
-def _cast_other_state(model: torch.nn.Module, ours: set[int], dtype: torch.dtype) -> None:
+def cast_other_state(model: torch.nn.Module, held: list[torch.nn.Parameter], dtypes: list[torch.dtype]) -> None:
+    """See share_other_state()."""
+    ours = {id(p) for p in held}
+    for dtype in dtypes:
+        if set(dtypes) != {torch.float32}:
+            _cast(model, ours, dtype)
+
+
+def other_state_bytes(model: torch.nn.Module, held: list[torch.nn.Parameter]) -> dict[str, int]:
+    """Bytes of what the core does not hold: frozen_parameters, buffers."""
+    ours = {id(p) for p in held}
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in ours)
+    return {"frozen_parameters": frozen, "buffers": sum(b.numel() * b.element_size() for b in model.buffers())}
+
+
+def _cast(model: torch.nn.Module, ours: set[int], dtype: torch.dtype) -> None:
     with torch.no_grad():
         for param in model.parameters():
             if id(param) not in ours and param.is_floating_point():

@@ -29,37 +29,24 @@ _PART_FOR_GRADIENTS = 4  # of the memory that is left, for those held in the fir
 _NUM_GRAD_BUFFERS = 2  # one is filled while the other is in flight
 
 
-class ModelParams(_released.NotPickled):
-    """Moves parameters into the core's buckets, and reads and writes them there.
+class ParamsForCore(_released.NotPickled):
+    """The parameters that the core holds: the optimizer's, and in stage 3 the frozen ones too; and how it keeps them.
 
-    The core holds the optimizer's parameters, and in stage 3 the frozen ones too. The move is in place: `p.data`
-    becomes a view, of a bucket where the parameter is used as it is kept, else of its unit's storage (_gathering.py).
-    Parameters are numbered in the model's registration order. Collective over `comm`: rank 0's values count.
+    They are numbered in the model's registration order. Makes no use of their values, which may be on the meta device.
 
     Args:
         units: of the model, every parameter in one; for stage 3 and for a dtype of computation of its own.
-        on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
-        on_read_gradient: ends the open micro-step and returns what the gradients are to be divided by.
+
+    Attributes:
+        core_arguments: of _core.StepEngine, but for the communicator.
 
     Raises:
         ConfigError: a parameter of the optimizer is not the model's, stands in two groups, or is another engine's.
-        DeviceError, UnsupportedError: a device, dtype or layout without code here.
+        UnsupportedError: a dtype without code here.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        config: ResolvedConfig,
-        comm: _core.Communicator,
-        *,
-        units: list[Unit],
-        on_first_gradient: Callable[[], None],
-        on_read_gradient: Callable[[], float],
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: ResolvedConfig, units: list[Unit]) -> None:
         self._optimizer = optimizer
-        self._grouped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        self.comm = comm
         group_of = _groups(optimizer)
         trained = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
         _check(model, trained, group_of, config)
@@ -96,26 +83,73 @@ class ModelParams(_released.NotPickled):
                 )
             )
         reduce_dtype = DTYPES[precision.reduce_dtype] if precision.reduce_dtype else self._compute_dtype
-        self._core = _core.StepEngine(
-            comm=comm,
-            params=specs,
-            groups=optimizer.hypers(),
-            stage=config.zero.stage,
-            bucket_numel=config.zero.bucket_numel,
-            num_grad_buffers=_NUM_GRAD_BUFFERS,
-            reduce_dtype=_tensor.DTYPES[reduce_dtype],
-            accumulate_dtype=_tensor.DTYPES[DTYPES[precision.accumulate_dtype]],
-            share_parameters=config.zero.share_parameters,
-            units=[(unit.name or type(model).__name__, -1 if unit.parent is None else unit.parent) for unit in units],
-            max_live_numel=config.zero.max_live_numel,
-            max_reuse_numel=config.zero.max_reuse_numel,
-            prefetch_numel=config.zero.prefetch_numel,
-        )
-        self.gatherer = UnitGatherer(self._core, units)
+        self.core_arguments: dict[str, Any] = {
+            "params": specs,
+            "groups": optimizer.hypers(),
+            "stage": config.zero.stage,
+            "bucket_numel": config.zero.bucket_numel,
+            "num_grad_buffers": _NUM_GRAD_BUFFERS,
+            "reduce_dtype": _tensor.DTYPES[reduce_dtype],
+            "accumulate_dtype": _tensor.DTYPES[DTYPES[precision.accumulate_dtype]],
+            "share_parameters": config.zero.share_parameters,
+            "units": [
+                (unit.name or type(model).__name__, -1 if unit.parent is None else unit.parent) for unit in units
+            ],
+            "max_live_numel": config.zero.max_live_numel,
+            "max_reuse_numel": config.zero.max_reuse_numel,
+            "prefetch_numel": config.zero.prefetch_numel,
+        }
+        self._units = units
+        self._unit_of = unit_of
+        self._gathered = gathered
+
+    def _dtypes(self, param: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+        """In which dtype a parameter is kept, and in which it is used."""
+        if self._dtype == self._compute_dtype == torch.float32:
+            return param.dtype, param.dtype  # frozen ones may have their own
+        narrows = self._compute_dtype.itemsize < self._dtype.itemsize
+        if narrows and not param.requires_grad:
+            return self._compute_dtype, self._compute_dtype  # nothing needs the other bits
+        return self._dtype, self._compute_dtype
+
+
+class ModelParams(ParamsForCore):
+    """Moves parameters into the core's buckets, and reads and writes them there.
+
+    The move is in place: `p.data` becomes a view, of a bucket where the parameter is used as it is kept, else of its
+    unit's storage (_gathering.py). Collective over `comm`: rank 0's values count.
+
+    Args:
+        units: as for ParamsForCore.
+        on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
+        on_read_gradient: ends the open micro-step and returns what the gradients are to be divided by.
+
+    Raises:
+        ConfigError, UnsupportedError: as ParamsForCore.
+        DeviceError: a parameter on a device without code here.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        config: ResolvedConfig,
+        comm: _core.Communicator,
+        *,
+        units: list[Unit],
+        on_first_gradient: Callable[[], None],
+        on_read_gradient: Callable[[], float],
+    ) -> None:
+        _check_device(model)
+        super().__init__(model, optimizer, config, units)
+        self._grouped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        self.comm = comm
+        self._core = _core.StepEngine(comm=comm, **self.core_arguments)
+        self.gatherer = UnitGatherer(self._core, self._units)
         # Those that the model uses where they are kept, and that users may therefore write to.
-        self._in_place = [i for i, p in enumerate(self.params) if id(p) not in gathered]
+        self._in_place = [i for i, p in enumerate(self.params) if id(p) not in self._gathered]
         for index, param in enumerate(self.params):
-            self._move(index, param, unit_of.get(id(param), -1))
+            self._move(index, param, self._unit_of.get(id(param), -1))
         self.gatherer.finish()
         self._core.allocate_states()
         free = _memory.free_bytes(ranks=comm.size)
@@ -123,6 +157,7 @@ class ModelParams(_released.NotPickled):
             self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
+        named = zip(self.names, self.params, strict=True)
         ours = {id(p) for p, trained in zip(self.params, self._is_trained, strict=True) if trained}
         self._not_trained = [(name, p) for name, p in model.named_parameters() if id(p) not in ours]
         self._told_not_trained = {name for name, p in self._not_trained if p.requires_grad}
@@ -136,15 +171,6 @@ class ModelParams(_released.NotPickled):
         )
         for param in self.params:
             param._zc_owner = self  # type: ignore[attr-defined]
-
-    def _dtypes(self, param: torch.nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-        """In which dtype a parameter is kept, and in which it is used."""
-        if self._dtype == self._compute_dtype == torch.float32:
-            return param.dtype, param.dtype  # frozen ones may have their own
-        narrows = self._compute_dtype.itemsize < self._dtype.itemsize
-        if narrows and not param.requires_grad:
-            return self._compute_dtype, self._compute_dtype  # nothing needs the other bits
-        return self._dtype, self._compute_dtype
 
     def _move(self, index: int, param: torch.nn.Parameter, unit: int) -> None:
         with torch.no_grad(), whole(param):
@@ -470,6 +496,15 @@ def _groups(optimizer: Optimizer) -> dict[int, int]:
     return group_of
 
 
+def _check_device(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.device.type != "cpu":
+            raise DeviceError(
+                f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model "
+                f"to the CPU."
+            )
+
+
 def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: ResolvedConfig) -> None:
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
@@ -487,12 +522,6 @@ def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], c
         raise ConfigError(
             "[engine] no trainable parameter: the optimizer's parameters are all frozen. Set requires_grad=True."
         )
-    for name, param in model.named_parameters():
-        if param.device.type != "cpu":
-            raise DeviceError(
-                f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model "
-                f"to the CPU."
-            )
     for name, param in named:
         if param.dtype not in _tensor.DTYPES:
             raise UnsupportedError(

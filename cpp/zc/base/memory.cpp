@@ -64,6 +64,16 @@ Memory allocate_host(std::int64_t bytes) {
   return Memory(static_cast<std::byte*>(data), [](std::byte* p) { std::free(p); });
 }
 
+Memory reserve_addresses(std::int64_t bytes) {
+  ZC_CHECK(bytes >= 0, kInternal, "[base] addresses of ", bytes, " bytes");
+  const auto size = std::max(static_cast<std::size_t>(bytes), kPage);
+  void* data = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) {
+    fail(ErrorKind::kDevice, "[base] out of addresses: got none for ", bytes, " bytes. Raise the limit (ulimit -v).");
+  }
+  return Memory(static_cast<std::byte*>(data), [size](std::byte* p) { munmap(p, size); });
+}
+
 #if defined(__GLIBC__)
 namespace {
 

@@ -17,6 +17,9 @@ Memory allocate_host(std::int64_t bytes);
 // memory may run out then. Throws kDevice when not even the addresses are left.
 Memory allocate_pages(std::int64_t bytes);
 
+// Addresses without memory: whoever reads or writes there is killed. Throws kDevice when none are left.
+Memory reserve_addresses(std::int64_t bytes);
+
 // Between begin and end the C library takes large allocations (of any library in the process) straight from the system
 // and gives them back when they are freed. While a model is built, tensors of many sizes come and go between small
 // objects that stay; in the C library's heap they would leave holes as large as the model. In training the heap is

@@ -23,6 +23,10 @@ class Device {
   virtual void synchronize(Stream stream) = 0;
 };
 
+// No device: its memory is addresses only (reserve_addresses). For engines that are built to see what they would
+// allocate, and never run.
+Device& plan_device();
+
 // The host processor; one instance a process. Its stream runs at once.
 Device& cpu_device();
 

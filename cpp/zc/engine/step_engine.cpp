@@ -384,4 +384,8 @@ std::map<std::string, std::int64_t> StepEngine::memory_report() const {
   return report;
 }
 
+std::map<std::string, std::int64_t> StepEngine::most_while_running() const {
+  return {{"gradient_buckets", reducer_->most_pool_bytes()}, {"gathered_parameters", gatherer_->most_live_bytes()}};
+}
+
 }  // namespace zc::engine

@@ -125,6 +125,9 @@ class StepEngine {
   // gradient_buckets.
   std::map<std::string, std::int64_t> memory_report() const;
 
+  // What comes to it at most while steps run: gradient_buckets, gathered_parameters.
+  std::map<std::string, std::int64_t> most_while_running() const;
+
   // Updates made to each parameter.
   std::span<const std::int64_t> param_steps() const { return optimizer_.steps(); }
 

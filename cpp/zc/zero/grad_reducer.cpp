@@ -219,6 +219,17 @@ void GradReducer::wait() {
   for (const Buffer& buffer : pool_) trace::wait(buffer.work, buffer.label);
 }
 
+std::int64_t GradReducer::most_pool_bytes() const {
+  if (!pool_.empty()) return static_cast<std::int64_t>(pool_.size()) * largest_bytes_;
+  std::int64_t rounded = 0;  // with one rank: the largest gradient that comes in another dtype
+  for (const BucketLayout& bucket : layout_.buckets()) {
+    const DType used = bucket.unit < 0 ? bucket.dtype : bucket.compute_dtype;
+    if (!bucket.trainable || used == dtype_) continue;
+    for (const Placement& placement : bucket.placements) rounded = std::max(rounded, placement.numel);
+  }
+  return rounded * size_bytes(dtype_);
+}
+
 std::int64_t GradReducer::pool_bytes() const {
   const auto num_filled = std::ranges::count_if(pool_, [](const Buffer& buffer) { return buffer.memory != nullptr; });
   return num_filled * largest_bytes_ + rounded_numel_ * size_bytes(dtype_);

@@ -44,6 +44,7 @@ class GradReducer {
               bool peers_may_wait);
 
   std::int64_t pool_bytes() const;  // held now
+  std::int64_t most_pool_bytes() const;
 
   // The gradients that this rank may hold while it records. It need not be the same on all ranks.
   void set_hold_bytes(std::int64_t bytes) { hold_bytes_ = bytes; }

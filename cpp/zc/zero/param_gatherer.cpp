@@ -300,4 +300,15 @@ void ParamGatherer::land(Unit& unit) {
   unit.flights.clear();
 }
 
+std::int64_t ParamGatherer::most_live_bytes() const {
+  std::int64_t all = 0;
+  std::int64_t largest = 0;  // bytes an element
+  for (const BucketLayout& bucket : layout_.buckets()) {
+    if (bucket.unit < 0) continue;
+    all += bucket.numel * size_bytes(bucket.compute_dtype);
+    largest = std::max<std::int64_t>(largest, size_bytes(bucket.compute_dtype));
+  }
+  return std::min(all, limits_.max_live_numel * largest);
+}
+
 }  // namespace zc::zero

@@ -91,6 +91,9 @@ class ParamGatherer {
   std::int64_t live_numel() const { return live_numel_; }
   std::int64_t peak_live_numel() const { return peak_live_numel_; }
 
+  // The most that may be gathered at a time.
+  std::int64_t most_live_bytes() const;
+
  private:
   struct Flight {
     int bucket = 0;

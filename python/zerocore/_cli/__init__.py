@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "import-deepspeed": Command("zerocore._cli.import_deepspeed", "a DeepSpeed checkpoint, made one of zerocore's"),
     "inspect": Command("zerocore._cli.inspect", "what is in a checkpoint, and whether it is whole"),
+    "plan": Command("zerocore._cli.plan", "what training holds on a rank in each ZeRO stage, and what fits"),
     "report": Command("zerocore._cli.report", "what zerocore finds on this machine, and whether two ranks work"),
 }
 

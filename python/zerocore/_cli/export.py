@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 from zerocore import _export
+from zerocore._cli._sizes import size
 from zerocore._load import open_checkpoint
-
-_UNITS = {"": 1, "B": 1} | {f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}
-_UNITS |= {f"{k.upper()}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights (default: auto, as in the model)",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="of a file (default: 5GB)"
+        "--max-shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a file (default: 5GB)"
     )
     parser.add_argument(
         "--config-from", type=Path, metavar="DIR", help="copy a Hugging Face model's other files from there"
@@ -55,20 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"exported {checkpoint.path} to {arguments.out}")
     for name, tensors in exported.files.items():
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
-        size = sum(tensor.bytes for tensor in tensors)
-        print(f"  {name}  {len(tensors)} tensors ({dtypes}), {size:,} bytes")
+        held = sum(tensor.bytes for tensor in tensors)
+        print(f"  {name}  {len(tensors)} tensors ({dtypes}), {held:,} bytes")
     for tie, name in exported.ties.items():
         print(f"  {tie} is {name}")
     for what in _export.left_out(checkpoint) if arguments.adapter is None else []:
         print(f"  not exported: {what}", file=sys.stderr)
     return 0
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-_size.__name__ = "size like 500MB or 5GB"  # for messages

@@ -42,24 +42,25 @@ _INVALID = object()
 def translate(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool) -> Config:
     """See Config.from_deepspeed."""
     try:
-        return _translate(source, warn=warn)
+        raw, name = _json.read(source)
+        config, reading = explain(raw)
+        if config is None:
+            raise config_error(reading.problems, source=name)
     except RecursionError:
         raise config_error(["config: got blocks nested too deeply to be read, expected at most a dozen."]) from None
+    if warn:
+        for message in _remarks(reading):
+            warnings.warn(message, ConfigWarning, stacklevel=3)
+    return config
 
 
-def _translate(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool) -> Config:
-    raw, name = _json.read(source)
+def explain(raw: Mapping[str, Any]) -> tuple[Config | None, Reading]:
+    """The configuration, None where keys are refused, and what became of each key."""
     reading = Reading(
         types={"optimizer": _type(raw, "optimizer", OPTIMIZERS), "scheduler": _type(raw, "scheduler", SCHEDULERS)}
     )
     _walk(raw, "", reading)
-    config = build(reading)
-    if config is None:
-        raise config_error(reading.problems, source=name)
-    if warn:
-        for message in _remarks(reading):
-            warnings.warn(message, ConfigWarning, stacklevel=4)
-    return config
+    return build(reading), reading
 
 
 def _type(raw: Mapping[str, Any], section: str, known: Mapping[str, str]) -> str | None:

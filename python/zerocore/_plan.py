@@ -1,0 +1,126 @@
+"""What an engine would hold on a rank, in bytes: found by building its core over memory that is addresses only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+
+from zerocore import _core, _optimizer
+from zerocore._engine import units_of
+from zerocore._other_state import cast_other_state, other_state_bytes
+from zerocore._params import DTYPES, ParamsForCore
+from zerocore.config import Config
+from zerocore.errors import ConfigError
+
+_EXPECTED = "module:function, which returns a model, or the name or folder of a Hugging Face model whose config is here"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes of a rank by the names of Engine.memory_report().
+
+    Attributes:
+        kept: what is there between steps, exactly.
+        most: what comes to it at most while a step runs.
+    """
+
+    kept: dict[str, int]
+    most: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kept.values()) + sum(self.most.values())
+
+
+def plan(model: torch.nn.Module, config: Config, ranks: int) -> Plan:
+    """What Engine(model, config) would hold on each of so many ranks.
+
+    Args:
+        model: may be on the meta device. Its frozen parameters and buffers are cast, as an engine would.
+
+    Raises:
+        ConfigError, UnsupportedError: as Engine.
+    """
+    resolved = config.resolve(ranks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer.build(None, resolved.optimizer, trained)
+    params = ParamsForCore(model, optimizer, resolved, units_of(model, resolved))
+    core = _core.StepEngine(comm=_core.plan_communicator(ranks), **params.core_arguments)
+    core.allocate_states()
+    precision = resolved.precision
+    cast_other_state(
+        model, params.params, [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
+    )
+    most = core.most_while_running()
+    kept = {name: count for name, count in core.memory_report().items() if name not in most}
+    others = other_state_bytes(model, params.params)
+    others["frozen_parameters"] += kept.get("frozen_parameters", 0)
+    return Plan(kept | others, most)
+
+
+def build_model(spec: str) -> torch.nn.Module:
+    """The model that a user names, on the meta device: its shapes, without memory.
+
+    Args:
+        spec: module:function, or a Hugging Face model: a folder, or a name whose config is cached.
+
+    Raises:
+        ConfigError: there is none, or it cannot be built there.
+    """
+    module, colon, function = spec.partition(":")
+    make = _factory(module, function) if colon and not os.path.exists(spec) else _hugging_face(spec)
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise ConfigError(
+            f"[plan] --model {spec}: got {type(error).__name__}: {error}, expected it to be built on the meta device. "
+            "Name a function that reads no values of tensors while it builds the model."
+        ) from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"[plan] --model {spec}: got {type(model).__name__}, expected a torch.nn.Module.")
+    return model
+
+
+def _factory(module: str, function: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for name in function.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"[plan] --model {module}:{function}: got {error}, expected {_EXPECTED}. Run it where Python finds the "
+            "module."
+        ) from error
+    finally:
+        sys.path.pop(0)
+    return found
+
+
+def _hugging_face(spec: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            f"[plan] --model {spec}: got no transformers, expected {_EXPECTED}. pip install transformers."
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"[plan] --model {spec}: got no such model ({first}), expected {_EXPECTED}. Name a folder with a "
+            "config.json."
+        ) from error
+    names = config.architectures or []
+    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is None:
+        return functools.partial(transformers.AutoModel.from_config, config)
+    return functools.partial(found, config)
