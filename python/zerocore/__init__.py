@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from zerocore import _channel, _departure
 
 if TYPE_CHECKING:
-    from zerocore import checkpointing, errors, utils, zero
+    from zerocore import accelerator, checkpointing, comm, errors, ops, utils, zero
     from zerocore._engine import Engine, GradNorm
-    from zerocore._initialize import initialize
+    from zerocore._initialize import add_config_arguments, init_inference, initialize, tp_model_init
+    from zerocore.comm import init_distributed
     from zerocore.config import Config
     from zerocore.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -24,9 +25,16 @@ _HOMES = {
     "WarmupCosineLR": "zerocore.schedulers",
     "WarmupDecayLR": "zerocore.schedulers",
     "WarmupLR": "zerocore.schedulers",
+    "add_config_arguments": "zerocore._initialize",
+    "init_distributed": "zerocore.comm",
+    "init_inference": "zerocore._initialize",
     "initialize": "zerocore._initialize",
+    "tp_model_init": "zerocore._initialize",
+    "accelerator": "zerocore",
     "checkpointing": "zerocore",
+    "comm": "zerocore",
     "errors": "zerocore",
+    "ops": "zerocore",
     "utils": "zerocore",
     "zero": "zerocore",
 }
@@ -38,9 +46,16 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "accelerator",
+    "add_config_arguments",
     "checkpointing",
+    "comm",
     "errors",
+    "init_distributed",
+    "init_inference",
     "initialize",
+    "ops",
+    "tp_model_init",
     "utils",
     "zero",
 ]

@@ -9,6 +9,9 @@ Note: three kinds of loops. With gas accumulation steps > 1 the first `step()` d
   explicit        `set_gradient_accumulation_boundary()` was called (Accelerate's way): `step()` is a boundary when the
                   flag says so. The gradient is the mean over the micro-batches there were.
 
+With `backward(loss, scale_wrt_gas=False)` the user has divided the loss, in any kind of loop: the gradient of that step
+is the sum over its micro-steps, averaged over ranks.
+
 `managed_gradient_accumulation=False` chooses per_step without guessing. Several backwards within one micro-step add up.
 """
 
@@ -76,6 +79,7 @@ class Accumulation:
         self._size = world_size
         self._boundary_flag = True
         self._present: dict[int, int] = {}  # micro-batches of micro-steps, where the ranks have told each other
+        self._is_divided: bool | None = None  # by the user: the losses of this step
         self._before: int | None = None  # of the current one, on ranks before this one; where they have told
         self.micro_steps = 0  # ended since the last boundary
         if not config.managed_gradient_accumulation:
@@ -89,6 +93,29 @@ class Accumulation:
         """The kind of loop as far as it says something about one with more accumulation steps, on fewer ranks."""
         alike = self._gas == 1 and self.loop is Loop.PER_MICRO_STEP  # step() after the only one: either kind
         return Loop.UNDECIDED if alike else self.loop
+
+    def resize(self, config: ResolvedConfig) -> None:
+        """Between steps: another number of micro-batches from now on."""
+        told_by_number = self._gas == 1 and self.loop is Loop.PER_MICRO_STEP
+        self._gas = config.gradient_accumulation_steps
+        self._micro_batches = config.micro_batches
+        if self._gas == 1 and self.loop is Loop.UNDECIDED:
+            self.loop = Loop.PER_MICRO_STEP
+        elif self._gas > 1 and told_by_number:
+            self.loop = Loop.UNDECIDED
+
+    def set_divided(self, is_divided: bool) -> None:
+        """Whether the user has divided the loss of this backward by the number of micro-steps.
+
+        Raises:
+            ConfigError: another loss of this step says otherwise.
+        """
+        if self._is_divided not in (None, is_divided):
+            raise ConfigError(
+                f"[engine] backward: got scale_wrt_gas={not is_divided} after {is_divided} in the same step, expected "
+                "one of the two: a step's gradients are divided once. Pass the same in all micro-steps."
+            )
+        self._is_divided = is_divided
 
     def set_boundary(self, is_boundary: bool) -> None:
         self.loop = Loop.EXPLICIT
@@ -165,7 +192,8 @@ class Accumulation:
     def divisor(self) -> float:
         """What the summed gradients of the ended micro-steps are divided by."""
         present = sum(map(self._present_in, range(self.micro_steps)))
-        return present / self.micro_steps if self.loop is Loop.PER_STEP else float(present)
+        divided = self.loop is Loop.PER_STEP or self._is_divided
+        return present / self.micro_steps if divided else float(present)
 
     def _present_in(self, micro_step: int) -> int:
         """Micro-batches that are none of fillers."""
@@ -176,3 +204,4 @@ class Accumulation:
         self.micro_steps = 0
         self._present = {}
         self._before = None
+        self._is_divided = None

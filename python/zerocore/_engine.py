@@ -17,6 +17,7 @@ from zerocore import _comm, _core, _data, _init, _memory, _optimizer, _profile, 
 from zerocore._accumulation import Accumulation, Loop, Weights
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
+from zerocore._calls import Calls
 from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
 from zerocore._other_state import broadcast, other_state_bytes, share_other_state
@@ -40,12 +41,14 @@ class GradNorm:
     factor: float
 
 
-class Engine(WholeModel, Saving):
+class Engine(WholeModel, Saving, Calls):
     """Trains `model` with its states sharded as the ZeRO stage says.
 
     It is used like the module itself:
 
         loss = engine(batch); engine.backward(loss); engine.step()
+
+    What it does not have itself it has from the module: `engine.generate(...)`.
 
     Args:
         model: any torch module on the CPU. Parameters are moved, in place, into the engine's buckets in the dtype of
@@ -102,6 +105,7 @@ class Engine(WholeModel, Saving):
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
         self._scaler = _loss_scaler(self.config.precision)
+        self._optimizer.loss_scale = self.loss_scale
         self.training_dataloader = None
         if training_data is not None:
             self.training_dataloader = _data.make_loader(
@@ -144,6 +148,12 @@ class Engine(WholeModel, Saving):
             self._undo_checkpointing = checkpointing.apply(units, self.config.activation_checkpointing)
         self.comm.set_activity("step 0")
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     # Training
 
     @_profile.phase("forward")
@@ -162,7 +172,9 @@ class Engine(WholeModel, Saving):
             return self.module(*args, **kwargs)
 
     @_profile.phase("backward")
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, weight: Any = None) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, weight: Any = None
+    ) -> torch.Tensor:
         """Computes gradients and takes them. Not to be divided by anything: `step()` divides once, exactly.
 
         Where micro-batches differ in their number of tokens, the mean of their means is not the mean over all tokens.
@@ -174,11 +186,13 @@ class Engine(WholeModel, Saving):
             loss: a scalar that depends on the model's parameters; the mean over the micro-batch, or with a weight, the
                 sum over it.
             retain_graph: as in torch.
+            scale_wrt_gas: False: the losses of this step are divided by the number of its micro-steps already, or by
+                what they all have in common; `step()` then averages over ranks only. Not with a weight.
             weight: the number of tokens (or samples); a finite number of 0 or more, or a tensor of one.
 
         Returns:
             The loss, detached: divided by its weight, if that is not 0; without one, divided by
-            gradient_accumulation_steps (as DeepSpeed does) under managed accumulation.
+            gradient_accumulation_steps (as DeepSpeed does) under managed accumulation and with scale_wrt_gas.
 
         Raises:
             ConfigError: the loss is not a scalar or has no graph; or the weight is no such number. From step(), on all
@@ -199,6 +213,12 @@ class Engine(WholeModel, Saving):
                 "it, and compute it "
                 "outside torch.no_grad()."
             )
+        if weight is not None and not scale_wrt_gas:
+            raise ConfigError(
+                "[engine] backward: got a weight and scale_wrt_gas=False, expected one of them. With a weight the loss "
+                "is a sum that nothing was divided by: leave scale_wrt_gas out."
+            )
+        self._accumulation.set_divided(not scale_wrt_gas)
         self._begin_micro_step()
         if self._had_micro_batch:
             self._weights.add(weight)
@@ -216,20 +236,24 @@ class Engine(WholeModel, Saving):
             raise
         if weight is not None:
             return loss.detach() / (float(weight) or 1.0)
-        managed = self.config.managed_gradient_accumulation
+        managed = self.config.managed_gradient_accumulation and scale_wrt_gas
         return loss.detach() / self.gradient_accumulation_steps() if managed else loss.detach()
 
     @_profile.phase("step")
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends the micro-step and, on an accumulation boundary, updates the parameters on all ranks.
 
         A step whose gradients are not finite changes no parameter; it counts in global_steps and skipped_steps, the
         scheduler stands, and `was_step_applied()` is False.
 
+        Args:
+            lr_kwargs: what the scheduler's step() is called with.
+
         Raises:
-            ConfigError: no backward since the last step.
+            ConfigError: no backward since the last step, or a call inside no_sync().
             NonFiniteError: gradients are not finite and the policy is "raise", or the loss scale is exhausted.
         """
+        self._check_may_step()
         pending = self._accumulation.micro_steps > 0 and self._accumulation.forward_ends_micro_step()
         if not self._params.gradients.in_micro_step and not pending and not self._ended_early:
             raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
@@ -243,9 +267,9 @@ class Engine(WholeModel, Saving):
         divisor = self._accumulation.divisor()
         if self._joining is not None:
             self._joining.step(divisor)
-        self._update(divisor)
+        self._update(divisor, lr_kwargs)
 
-    def _update(self, divisor: float) -> None:
+    def _update(self, divisor: float, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Steps the optimizer on all ranks; divisor: of the gradients as they would be without a loss scale."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
         result = self._params.step(
@@ -265,13 +289,14 @@ class Engine(WholeModel, Saving):
         self.skipped_steps += result.skipped
         self.comm.set_activity(f"step {self.global_steps}")
         exhausted = self._scaler is not None and not self._scaler.update(result.skipped)
+        self._optimizer.overflow, self._optimizer.loss_scale = result.skipped, self.loss_scale
         if result.skipped:
             self._report_nonfinite(step, scale, losses, result.nonfinite, exhausted)
         elif self._scheduler is not None:
             if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
                 # What the optimizer's own step() would have noted; torch warns without.
                 self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._scheduler.step()
+            self._scheduler.step(**(lr_kwargs or {}))
         every = self.config.steps_per_print
         if every is not None and self.global_steps % every == 0 and self.rank == 0:
             logger.info(
@@ -435,6 +460,25 @@ class Engine(WholeModel, Saving):
         return _comm.local_rank()
 
     @property
+    def global_rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share a step's data: all."""
+        return self.comm.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share a model: each has its own."""
+        return 1
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that the steps so far went through, over all ranks, at the batch size of now."""
+        return self.global_steps * self.config.train_batch_size
+
+    @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
@@ -450,21 +494,6 @@ class Engine(WholeModel, Saving):
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward; 1 unless fp16."""
         return 1.0 if self._scaler is None else self._scaler.scale
-
-    def train_batch_size(self) -> int:
-        """Samples a step, over all ranks."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a micro-batch: what a rank puts through one forward and backward."""
-        return self.config.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a rank goes through in one step."""
-        return self.config.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero.stage
 
     def close(self) -> None:
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent.

@@ -43,6 +43,7 @@ class Gradients:
         # Gradients that the core points to, with their versions: kept alive until it has copied them.
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
         self._in_backward = False
+        self._scaled_task: int | None = None  # torch's number of the last backward of a loss that the user scaled
         self._arrived = False
         self._told_of_sparse = False
         self.in_micro_step = False
@@ -58,10 +59,11 @@ class Gradients:
         ready, held = self._core.ready, self._held
 
         def on_gradient(param: torch.Tensor) -> None:
-            if self._scaled and not self._in_backward:
+            if self._scaled and not self._in_backward and _current_task() != self._scaled_task:
                 raise ConfigError(
                     f"[engine] a gradient of {self._names[index]} arrived outside engine.backward(): under fp16 the "
-                    "loss must be scaled. Call engine.backward(loss) instead of loss.backward(); when the loss is "
+                    "loss must be scaled. Call engine.backward(loss) or engine.scale(loss).backward() instead of "
+                    "loss.backward(); when the loss is "
                     "another engine's, switch this one's parameters off with requires_grad_(False) meanwhile."
                 )
             if not self.in_micro_step:
@@ -101,6 +103,10 @@ class Gradients:
         finally:
             self._in_backward = False
 
+    def expect_scaled(self, _grad: torch.Tensor) -> None:
+        """A hook of a loss that the user has scaled: the backward under way may bring gradients."""
+        self._scaled_task = _current_task()
+
     @property
     def took_any(self) -> bool:
         """Whether a gradient has arrived in the open micro-step."""
@@ -137,3 +143,8 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _current_task() -> int:
+    """The number of the backward that this thread is in."""
+    return torch._C._current_graph_task_id()

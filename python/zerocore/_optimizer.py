@@ -36,11 +36,20 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         type: as in OptimizerConfig.
         param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
+        overflow: whether the last step was skipped, since gradients were not finite.
+        loss_scale: as the next step will use it.
     """
+
+    overflow = False
+    loss_scale = 1.0
 
     def __init__(self, params: Iterable[Any], *, type: str, defaults: dict[str, Any]) -> None:
         self.type = type
         super().__init__(params, defaults)
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ operations read through it and return garbage, or crash.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 from typing import Any, Protocol
 
@@ -81,6 +82,14 @@ def set_home(param: torch.nn.Parameter, home: Home | None) -> None:
     param._zc_home = home  # type: ignore[attr-defined]
 
 
+class ZeroParamStatus(enum.Enum):
+    """Where a parameter's values are: DeepSpeed's names."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 class Released(torch.nn.Parameter):
     """The behaviour that a released parameter's class adds to its own."""
 
@@ -96,6 +105,24 @@ class Released(torch.nn.Parameter):
                 home.use_while_released(given, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    # What code for DeepSpeed reads to see whether a parameter must be gathered first.
+
+    @property
+    def ds_id(self) -> int:
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._zc_home.use_while_released([self], "copy.deepcopy()")

@@ -4,6 +4,7 @@ Note: how units are chosen. The tree is walked from the root, which is always a 
 
   a. A module named by the user, by class or by name, is a unit, whole: nothing below it is another.
      Without such names the classes that a Hugging Face model does not let split (`_no_split_modules`) take their place.
+     So is a module marked as a leaf (utils.set_z3_leaf_modules).
   b. A member of a ModuleList, ModuleDict or Sequential that is large enough is a unit: a block of the model. What is in
      it belongs to it, but for members of lists in it that are themselves large and made of modules (the blocks of a
      stage, the experts of a layer); a Sequential of plain layers in a block stays part of the block.
@@ -22,6 +23,7 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -30,6 +32,8 @@ from zerocore.errors import ConfigError
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _COMPILED = "_orig_mod"  # what torch.compile's wrapper calls the module in it
+
+leaves: WeakSet[nn.Module] = WeakSet()  # modules that users have marked
 
 _Chain = tuple[nn.Module, ...]  # from the root to a module, both included
 
@@ -83,6 +87,7 @@ def choose_units(
     named = _by_class(classes, names_of) | _by_name(names, names_of)
     if not classes and not names:
         named = _not_to_be_split(names_of)
+    named |= {module for module in names_of if module in leaves}
     chosen = {model} if model in named else {model} | _Choice(named, min_numel).below(model)
     return _units(model, chosen, names_of, chains_of, external or {})
 
@@ -195,7 +200,8 @@ def _enclosing(units: set[nn.Module], chains: Sequence[_Chain]) -> nn.Module:
     return next(module for module in reversed(chains[0]) if module in shared)
 
 
-def _class_names(module: nn.Module) -> set[str]:
+def class_names(module: nn.Module) -> set[str]:
+    """What a module's class is called, plain and with its module."""
     cls = type(original(module))
     return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
 
@@ -208,7 +214,7 @@ def _plain_name(name: str) -> str:
 def _by_class(classes: Iterable[str], names_of: Mapping[nn.Module, list[str]]) -> set[nn.Module]:
     found: set[nn.Module] = set()
     for wanted in classes:
-        matches = [module for module in names_of if wanted in _class_names(module)]
+        matches = [module for module in names_of if wanted in class_names(module)]
         known = dict.fromkeys(type(original(module)).__name__ for module in names_of if has_forward(module))
         found |= _with_forward(f"unit_classes: got {wanted!r}", "the class", wanted, matches, known)
     return found
@@ -264,4 +270,4 @@ def _not_to_be_split(modules: Iterable[nn.Module]) -> set[nn.Module]:
         listed = getattr(original(module), "_no_split_modules", None)
         if isinstance(listed, (list, tuple, set, frozenset)):
             classes.update(name for name in listed if isinstance(name, str))
-    return {module for module in every if has_forward(module) and not classes.isdisjoint(_class_names(module))}
+    return {module for module in every if has_forward(module) and not classes.isdisjoint(class_names(module))}

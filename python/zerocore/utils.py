@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from zerocore import _core, _params
+from zerocore import _comm, _core, _params, _units
 from zerocore.errors import ConfigError
 
 __all__ = [
+    "OnDevice",
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
     "params_sha256",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -24,7 +33,12 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
 ]
+
+logger = logging.getLogger("zerocore")
 
 
 def params_sha256(module: torch.nn.Module) -> str:
@@ -102,6 +116,14 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     owner.write_state(param, _core.StateKind.grad, value.float() * divisor)
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
+) -> None:
+    """Replaces each parameter's gradient by `update_func(gradient, parameter)`. Collective; rank 0's values count."""
+    for param in param_list:
+        safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
+
+
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor:
     """This rank's part of a parameter's fp32 master, 1-D. Local."""
     return _owner(param).read_local(param, _core.StateKind.master)
@@ -136,6 +158,92 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     owner = _owner(param)
     divisor = owner.gradient_divisor()
     owner.write_local(param, _core.StateKind.grad, value.float() * divisor)
+
+
+# Modules that stage 3 gathers whole, such as a layer of experts of which each batch uses others. To be marked on every
+# rank before the engine is built.
+
+
+def set_z3_leaf_modules(
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[torch.nn.Module]:
+    """Marks the modules of these classes. The configuration's zero.unit_classes does the same.
+
+    Returns:
+        The modules that were marked.
+
+    Raises:
+        ConfigError: there is none, with raise_if_not_found.
+    """
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    _units.leaves.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[torch.nn.Module]:
+    """Takes the marks away. As set_z3_leaf_modules()."""
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    _units.leaves.difference_update(found)
+    return found
+
+
+def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of a model that are marked."""
+    return [module for module in model.modules() if module in _units.leaves]
+
+
+def _of_classes(model: torch.nn.Module, classes: Sequence[type | str], must_find: bool) -> list[torch.nn.Module]:
+    types = tuple(each for each in classes if isinstance(each, type))
+    names = {each for each in classes if isinstance(each, str)}
+    found = [m for m in model.modules() if isinstance(m, types) or names & _units.class_names(m)]
+    if must_find and not found:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"[zero] leaf modules: got {list(classes)}, which no module of the model is, expected some of "
+            f"{', '.join(known[:8])}."
+        )
+    return found
+
+
+class RepeatingLoader:
+    """Goes through a loader again and again: `next()` starts anew where it has ended."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on these ranks, on all with [-1], on none without."""
+    if ranks and (ranks[0] == -1 or _comm.world().rank in ranks):
+        logger.log(level, "[rank %d] %s", _comm.world().rank, message)
+
+
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """A block in which tensors are made on `device`, floating-point ones in `dtype`: for a model without memory."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _owner(param: torch.nn.Parameter) -> _params.ModelParams:

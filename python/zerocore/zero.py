@@ -5,9 +5,10 @@ Everything here is collective unless it says otherwise: all ranks call it alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,17 @@ from torch.nn.modules import module as _torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocore import _comm, _core, _init, _memory, _other_state, _params, _released
+from zerocore._released import ZeroParamStatus
 from zerocore.config import as_config
-from zerocore.errors import ConfigError, Error
+from zerocore.errors import ConfigError, Error, UnsupportedError
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -46,8 +54,12 @@ class Init:
         dtype: what floating-point parameters are rounded to and kept in; None: their own. An engine's fp32 masters
             start from these values.
         comm: a communicator over all ranks of the job; by default the one of the process.
+        remote_device, pin_memory, mem_efficient_linear, data_parallel_group, mpu: DeepSpeed's, of which parameters on
+            the CPU and one group of ranks leave one value; another is refused, or has no effect (pin_memory,
+            mem_efficient_linear).
 
     Raises:
+        UnsupportedError: another device than the CPU, or a group of ranks.
         ConfigError: a block inside another, an engine built inside it, or a module constructed in another thread.
         CommError: ranks construct different modules.
     """
@@ -61,7 +73,22 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         comm: _core.Communicator | None = None,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        mem_efficient_linear: bool = True,
+        data_parallel_group: Any = None,
+        mpu: Any = None,
     ) -> None:
+        for name, got, allowed in (
+            ("remote_device", remote_device, (None, "none", "cpu")),
+            ("data_parallel_group", data_parallel_group, (None,)),
+            ("mpu", mpu, (None,)),
+        ):
+            if got not in allowed:
+                raise UnsupportedError(
+                    f"[zero] Init: {name}: got {got!r}, expected None: parameters are sharded over all ranks, on the "
+                    "CPU. Leave it out."
+                )
         given = config if config is not None else config_dict_or_path
         self._enabled = enabled and (given is None or as_config(given).zero.stage == 3)
         self._dtype = dtype
@@ -229,6 +256,22 @@ class GatheredParameters:
     def _name_of_first(self, flags: bytes) -> str:
         param = self._params[flags.index(1)]
         return str(self._keepers[id(param)].name_of(param))
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
+    """A block in which an engine's model is whole on every rank, so that generating gathers nothing. Collective.
+
+    It takes the memory of all parameters; ranks may then generate unequal numbers of tokens.
+
+    Args:
+        model: the engine.
+
+    Returns:
+        The engine's module.
+    """
+    with GatheredParameters(model.module):
+        yield model.module
 
 
 def _keeper(param: torch.nn.Parameter) -> Any:

@@ -141,6 +141,22 @@ class ResolvedConfig(Config):
     world_size: PositiveInt
     """Number of data-parallel ranks that the batch sizes were resolved for."""
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """What scripts for DeepSpeed ask `engine.config`, its JSON: batch sizes, clipping, stage, precision.
+
+        Anything else is `default`, as a key that the JSON does not have.
+        """
+        computes_in = self.precision.compute_dtype or self.precision.dtype
+        return {
+            "train_batch_size": self.train_batch_size,
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_clipping": self.gradient_clipping,
+            "zero_optimization": {"stage": self.zero.stage},
+            "fp16": {"enabled": computes_in == "fp16"},
+            "bf16": {"enabled": computes_in == "bf16"},
+        }.get(key, default)
+
     def resolve(self, world_size: int) -> ResolvedConfig:
         """This configuration itself; raises ConfigError for another number of ranks than it was resolved for."""
         if world_size != self.world_size:

@@ -1,0 +1,5 @@
+"""Optimizers under DeepSpeed's names."""
+
+from zerocore.ops import adam
+
+__all__ = ["adam"]
