@@ -23,9 +23,9 @@ from torch.nn import functional as F
 CONFIG = {
     "train_batch_size": 64,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "Adam", "params": {"lr": 5e-3}},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
 }
-SOURCE_BYTES = 4_000_000
+SOURCE_BYTES = 6_000_000
 RAREST = 10  # a name in fewer baskets is left out
 LONGEST = 8  # names shown of a basket
 Basket = list[int]
@@ -41,6 +41,8 @@ class Recommender(nn.Module):
         super().__init__()
         self.basket = nn.EmbeddingBag(items, width, mode="mean", sparse=True)
         self.items = nn.Embedding(items, width, sparse=True)
+        for table in (self.basket, self.items):
+            nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, shown: torch.Tensor, offsets: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Items of all baskets, where each basket begins, (n,) candidates: scores (baskets, n)."""

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerocore import _data
+from zerocore import _data, zero
 from zerocore._accumulation import Accumulation
 from zerocore._optimizer import Optimizer
 from zerocore._part import EnginePart
-from zerocore._units import Unit, has_forward, original
+from zerocore._units import has_forward, original
 from zerocore.config._batch import resolve_batch
 from zerocore.errors import ConfigError, UnsupportedError
 
@@ -26,9 +26,6 @@ class Calls(EnginePart):
     _scaler: Any
     _in_no_sync = 0
     training_dataloader: Any
-
-    def _choose_units(self) -> list[Unit]:
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -84,7 +81,7 @@ class Calls(EnginePart):
                 "expected None and False: there are no compiler passes of DeepSpeed's here. Leave them out."
             )
         kwargs = {"backend": backend, **(compile_kwargs or {})}
-        units = self._choose_units()
+        units = zero.units_of(self.module, self.config)
         if not units:
             self.module.compile(**kwargs)
         outer = {unit.parent for unit in units}

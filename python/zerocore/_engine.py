@@ -24,7 +24,6 @@ from zerocore._other_state import broadcast, other_state_bytes, share_other_stat
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
 from zerocore._saving import Saving
-from zerocore._units import Unit, choose_units
 from zerocore._whole_model import WholeModel
 from zerocore.config import Config, PrecisionConfig, as_config
 from zerocore.errors import ConfigError, Error, NonFiniteError
@@ -111,7 +110,7 @@ class Engine(WholeModel, Saving, Calls):
             self.training_dataloader = _data.make_loader(
                 training_data, config=self.config, rank=self.rank, world_size=self.world_size, collate_fn=collate_fn
             )
-        units = units_of(model, self.config)
+        units = zero.units_of(model, self.config)
         with _memory.direct_allocations():
             self._params = ModelParams(
                 model,
@@ -599,20 +598,6 @@ class Engine(WholeModel, Saving, Calls):
         if self.rank == 0:
             then = "" if self._scaler is None else f"; loss scale was {scale:g}, is {self._scaler.scale:g}"
             logger.warning("%s%s", what, then)
-
-
-def units_of(model: torch.nn.Module, config: Config) -> list[Unit]:
-    """The model's units, where the config has a use for them."""
-    casts = config.precision.compute_dtype not in (None, config.precision.dtype)
-    if config.zero.stage < 3 and not casts and not config.activation_checkpointing.enabled:
-        return []
-    return choose_units(
-        model,
-        min_numel=config.zero.unit_numel,
-        classes=config.zero.unit_classes,
-        names=config.zero.unit_names,
-        external=zero.external_parameters(model),
-    )
 
 
 def _loss_scaler(precision: PrecisionConfig) -> Any:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _core, _optimizer
-from zerocore._engine import units_of
+from zerocore import _core, _optimizer, zero
 from zerocore._other_state import cast_other_state, other_state_bytes
 from zerocore._params import DTYPES, ParamsForCore
 from zerocore.config import Config
@@ -50,7 +49,7 @@ def plan(model: torch.nn.Module, config: Config, ranks: int) -> Plan:
     resolved = config.resolve(ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer.build(None, resolved.optimizer, trained)
-    params = ParamsForCore(model, optimizer, resolved, units_of(model, resolved))
+    params = ParamsForCore(model, optimizer, resolved, zero.units_of(model, resolved))
     core = _core.StepEngine(comm=_core.plan_communicator(ranks), **params.core_arguments)
     core.allocate_states()
     precision = resolved.precision

@@ -18,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocore import _comm, _core, _init, _memory, _other_state, _params, _released
 from zerocore._released import ZeroParamStatus
-from zerocore.config import as_config
+from zerocore._units import Unit, choose_units
+from zerocore.config import Config, as_config
 from zerocore.errors import ConfigError, Error, UnsupportedError
 
 __all__ = [
@@ -285,6 +286,20 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
     Call it before the engine is built, on every rank.
     """
     _external.setdefault(module, []).append(parameter)
+
+
+def units_of(model: torch.nn.Module, config: Config) -> list[Unit]:
+    """The modules whose parameters are gathered together, where the config has a use for them."""
+    casts = config.precision.compute_dtype not in (None, config.precision.dtype)
+    if config.zero.stage < 3 and not casts and not config.activation_checkpointing.enabled:
+        return []
+    return choose_units(
+        model,
+        min_numel=config.zero.unit_numel,
+        classes=config.zero.unit_classes,
+        names=config.zero.unit_names,
+        external=external_parameters(model),
+    )
 
 
 def external_parameters(model: torch.nn.Module) -> Mapping[torch.nn.Module, list[torch.nn.Parameter]]:

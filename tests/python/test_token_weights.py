@@ -159,6 +159,12 @@ def test_what_backward_returns():
     assert engine.backward(engine(torch.full((4, 1), 3.0)).sum() * 0, weight=0).item() == 0.0
 
 
+def test_a_weight_and_a_loss_that_is_divided_already():
+    engine = zerocore.Engine(one_weight(), config())
+    with pytest.raises(ConfigError, match="got a weight and scale_wrt_gas=False"):
+        engine.backward(engine(torch.ones(1, 1)).sum(), scale_wrt_gas=False, weight=1)
+
+
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", torch.ones(2)])
 def test_no_weight(weight):
     engine = zerocore.Engine(one_weight(), config())
