@@ -42,6 +42,7 @@ void update_adam(const zc::math::AdamHyper& hyper, std::int64_t step, zc::Buffer
 void bind_optimizers(py::module_& m) {
   using zc::math::AdagradHyper;
   using zc::math::AdamHyper;
+  using zc::math::ForeignHyper;
   using zc::math::LionHyper;
   using zc::math::SgdHyper;
   py::class_<AdamHyper>(m, "AdamHyper")
@@ -68,6 +69,7 @@ void bind_optimizers(py::module_& m) {
            }),
            py::kw_only(), py::arg("lr"), py::arg("lr_decay"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("initial_accumulator"));
+  py::class_<ForeignHyper>(m, "ForeignHyper").def(py::init<>());
   m.def("update_adam", &update_adam, NoGil(), py::arg("hyper"), py::kw_only(), py::arg("step"), py::arg("grad"),
         py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("model"));
 }
@@ -296,6 +298,21 @@ void bind_engine(py::module_& m) {
           },
           NoGil(), py::arg("groups"), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"),
           py::arg("stop"), py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
+      .def(
+          "begin_foreign_step",
+          [](StepEngine& self, double divisor, double max_norm, std::uint32_t settings, bool stop,
+             std::vector<double> weights, bool weights_missing, double scale) {
+            return self.begin_foreign_step(divisor, max_norm, settings, stop, {std::move(weights), weights_missing},
+                                           scale);
+          },
+          NoGil(), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"), py::arg("stop"),
+          py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
+      .def("end_foreign_step", &StepEngine::end_foreign_step, NoGil())
+      .def("used_params",
+           [](StepEngine& self) {
+             const auto used = self.reducer().used();
+             return std::vector<bool>(used.begin(), used.end());
+           })
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report)
       .def("most_while_running", &StepEngine::most_while_running);

@@ -122,7 +122,11 @@ class AdagradHyper:
         initial_accumulator: SupportsFloat,
     ) -> None: ...
 
-Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper
+@final
+class ForeignHyper:
+    def __init__(self) -> None: ...
+
+Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | ForeignHyper
 
 def update_adam(
     hyper: AdamHyper,
@@ -260,6 +264,19 @@ class StepEngine:
         weights_missing: bool,
         scale: SupportsFloat,
     ) -> StepResult: ...
+    def begin_foreign_step(
+        self,
+        *,
+        divisor: SupportsFloat,
+        max_norm: SupportsFloat,
+        settings: SupportsIndex,
+        stop: bool,
+        weights: Sequence[SupportsFloat],
+        weights_missing: bool,
+        scale: SupportsFloat,
+    ) -> StepResult: ...
+    def end_foreign_step(self) -> None: ...
+    def used_params(self) -> list[bool]: ...
     def zero_grad(self) -> None: ...
     def memory_report(self) -> dict[str, int]: ...
     def most_while_running(self) -> dict[str, int]: ...

@@ -56,6 +56,7 @@ class Engine(WholeModel, Saving, Calls):
         config: a zerocore.Config, or DeepSpeed's JSON as a dict or a path.
         optimizer: a fresh torch.optim.AdamW, Adam, SGD or Adagrad over the model's parameters (its groups and
             hyperparameters are honoured), or a function of the parameters that returns one; by default the config's.
+            Other classes run with allow_untested_optimizer.
         lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's.
             It is stepped after each optimizer step that was applied.
         training_data: a map-style dataset; `engine.training_dataloader` then deals this rank's micro-batches.
@@ -97,7 +98,12 @@ class Engine(WholeModel, Saving, Calls):
         self.comm = _core.shard_group(world)
         self.module = model
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = _optimizer.build(optimizer, self.config.optimizer, _trainable(given, model))
+        self._optimizer = _optimizer.build(
+            optimizer,
+            self.config.optimizer,
+            _trainable(given, model),
+            allow_untested=self.config.allow_untested_optimizer,
+        )
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
         # What can fail for the user's sake comes first: from here on the model is changed.
         self._statistics = RunningStatistics(model, self.comm, ordered=self.config.buffers == "ordered")

@@ -126,6 +126,7 @@ class Item:
     step: int | None = None
     group: int | None = None
     order: list[int] | None = None
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the optimizer's state
     parts: dict[str, str] = dataclasses.field(default_factory=dict)  # dtypes
     sources: list[Source] = dataclasses.field(default_factory=list)
     keep: list[torch.Tensor] = dataclasses.field(default_factory=list)  # what the sources point to
@@ -189,6 +190,7 @@ def _params(engine: Engine, names: Names, *, exclude_frozen: bool) -> Iterator[I
     params, rank = engine._params, engine.rank
     params.take_writes()
     steps = params.core.param_steps()
+    foreign = {} if params.foreign is None else params.foreign.describe(engine.comm)
     for name, param in names.params.items():
         index = params.find(param)
         trained = params.is_trained(param)
@@ -211,8 +213,9 @@ def _params(engine: Engine, names: Names, *, exclude_frozen: bool) -> Iterator[I
         begin, end = params.core.saved_range(index)
         if trained:
             item.step, item.group = steps[index], params.group_of(index)
-            for part, kind in params.state_parts().items():
-                item.add(part, "F32", begin, end, params.core.state_memory(index, kind, begin, end))
+            tensors, item.numbers = foreign.get(index, ([], {}))
+            for part in [*params.state_parts(), *tensors]:
+                item.add(part, "F32", begin, end, params.part_memory(index, part, begin, end))
         else:
             item.add(VALUE, item.dtype, begin, end, params.core.kept_memory(index, begin, end))
         yield item
@@ -304,6 +307,7 @@ def entry_of(item: Item, pieces: Pieces) -> Entry:
         step=item.step,
         group=item.group,
         order=item.order,
+        numbers=item.numbers,
         parts=[
             Part(name=name, dtype=dtype, pieces=pieces.get((item.name, name), [])) for name, dtype in item.parts.items()
         ],

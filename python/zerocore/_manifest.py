@@ -82,7 +82,8 @@ class Entry(_Model):
 
     dtype: in which the model keeps it. ties: its other names in the model. step: updates made to it. group: its
     optimizer group. order: its dimensions from the outermost in memory to the innermost, in which the flat elements
-    are counted; None: as they stand in `shape`.
+    are counted; None: as they stand in `shape`. numbers: in the state of an optimizer without a native twin, each with
+    the dtype of its tensor.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Entry(_Model):
     step: Count | None = None
     group: Count | None = None
     order: list[Count] | None = None
+    numbers: dict[str, tuple[str | None, bool | int | float]] = {}
     parts: list[Part]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _core
+from zerocore import _core, _foreign
 from zerocore.config import OptimizerConfig
 from zerocore.config._sections import OPTIMIZER_KEYS
 from zerocore.errors import ConfigError, UnsupportedError
@@ -21,6 +21,7 @@ _TORCH_TYPES = {
     torch.optim.SGD: "sgd",
     torch.optim.Adagrad: "adagrad",
 }
+_FLAGS = ("amsgrad", "maximize", "differentiable")  # of torch's optimizers: what the twins cannot do
 _STATE_NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -34,7 +35,8 @@ class Optimizer(torch.optim.Optimizer):
     """Parameter groups whose hyperparameters the engine reads at each step. State lives in the core, as shards.
 
     Attributes:
-        type: as in OptimizerConfig.
+        type: as in OptimizerConfig; of one that has no native twin, its class.
+        source: the torch optimizer that this stands for, where that has no native twin: its code runs on the shards.
         param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
         overflow: whether the last step was skipped, since gradients were not finite.
         loss_scale: as the next step will use it.
@@ -43,8 +45,16 @@ class Optimizer(torch.optim.Optimizer):
     overflow = False
     loss_scale = 1.0
 
-    def __init__(self, params: Iterable[Any], *, type: str, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        type: str,
+        defaults: dict[str, Any],
+        source: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.type = type
+        self.source = source
         super().__init__(params, defaults)
 
     @property
@@ -54,6 +64,8 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names in torch of the states that the core keeps for each parameter, in its order."""
+        if self.source is not None:
+            return ()
         if self.type == "sgd" and not any(group["momentum"] for group in self.param_groups):
             return ()
         return _STATE_NAMES[self.type]
@@ -76,7 +88,18 @@ class Optimizer(torch.optim.Optimizer):
         """Does nothing: `engine.step()` starts from zero, `engine.zero_grad()` drops what is pending."""
 
     def hypers(self) -> list[Any]:
-        """The groups' hyperparameters for the core, in group order."""
+        """The groups' hyperparameters for the core, in group order.
+
+        Raises:
+            UnsupportedError: a group asks for what the native twin cannot do.
+        """
+        if self.source is not None:
+            return [_core.ForeignHyper() for _ in self.param_groups]
+        for flag in _FLAGS:
+            if any(group.get(flag) for group in self.param_groups):
+                raise UnsupportedError(
+                    f"[optimizer] {self.type}: got {flag}=True, expected False: the native optimizer has none."
+                )
         return [self._hyper(group) for group in self.param_groups]
 
     def _hyper(self, group: dict[str, Any]) -> Any:
@@ -117,38 +140,48 @@ def from_config(config: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
     return Optimizer(params, type=config.type, defaults=defaults)
 
 
-def from_torch(source: torch.optim.Optimizer) -> Optimizer:
-    """The native twin of a torch optimizer.
+def from_torch(source: torch.optim.Optimizer, *, allow_untested: bool = False) -> Optimizer:
+    """The native twin of a torch optimizer; where there is none and `allow_untested`, what runs it on shards.
 
     It shares the source's group dicts, so that schedulers built on the source are seen.
 
     Raises:
-        UnsupportedError: another class, a feature the twin lacks, or an optimizer that already holds state.
+        UnsupportedError: a class without a twin, a feature the twin lacks, or an optimizer that already holds state.
     """
     kind = _TORCH_TYPES.get(source.__class__)
+    name = f"{source.__class__.__module__}.{source.__class__.__qualname__}"
+    foreign = kind is None
     if kind is None:
+        twins = ", ".join(each.__name__ for each in _TORCH_TYPES)
+        if not allow_untested:
+            raise UnsupportedError(
+                f"[optimizer] got {name}, expected one of torch.optim that has a native twin: {twins}. Subclasses are "
+                "not taken for their parents. Set allow_untested_optimizer (zero_allow_untested_optimizer in "
+                "DeepSpeed's configuration) to run its own code on shards, which is right if it treats each element "
+                "alike."
+            )
+        _foreign.check(source, name)
+        kind = name
+        logger.warning("[optimizer] %s has no native twin: its own code runs on each rank's shards.", name)
+    elif any(state.get("step") != 0 for state in source.state.values()):  # Adagrad's is there from the start
         raise UnsupportedError(
-            f"[optimizer] got {source.__class__.__module__}.{source.__class__.__qualname__}, expected "
-            f"torch.optim.AdamW, Adam, SGD or Adagrad. "
-            "Only these have a native twin that runs on shards."
-        )
-    for flag in ("amsgrad", "maximize", "differentiable"):
-        if any(group.get(flag) for group in source.param_groups):
-            raise UnsupportedError(f"[optimizer] {source.__class__.__qualname__}: got {flag}=True, expected False.")
-    if any(state.get("step") != 0 for state in source.state.values()):  # Adagrad's is there from the start
-        raise UnsupportedError(
-            f"[optimizer] {source.__class__.__qualname__} already holds state of {len(source.state)} parameters, "
-            f"expected a fresh "
-            "optimizer. Hand it to the engine before its first step."
+            f"[optimizer] {name} already holds state of {len(source.state)} parameters, expected a fresh optimizer. "
+            "Hand it to the engine before its first step."
         )
     defaults = {k: v for k, v in source.defaults.items() if k not in ("foreach", "fused", "capturable")}
-    twin = Optimizer([{"params": list(group["params"])} for group in source.param_groups], type=kind, defaults=defaults)
+    groups = [{"params": list(group["params"])} for group in source.param_groups]
+    twin = Optimizer(groups, type=kind, defaults=defaults, source=source if foreign else None)
     twin.param_groups = source.param_groups
+    twin.hypers()  # refuses what it cannot do
     return twin
 
 
 def build(
-    given: torch.optim.Optimizer | Callable[[Any], Any] | None, config: OptimizerConfig | None, params: Iterable[Any]
+    given: torch.optim.Optimizer | Callable[[Any], Any] | None,
+    config: OptimizerConfig | None,
+    params: Iterable[Any],
+    *,
+    allow_untested: bool = False,
 ) -> Optimizer:
     """The engine's optimizer from what the user gave: an optimizer, a function of the parameters, or the config.
 
@@ -165,11 +198,11 @@ def build(
             )
         return from_config(config, params)
     if isinstance(given, torch.optim.Optimizer):
-        return from_torch(given)
+        return from_torch(given, allow_untested=allow_untested)
     if callable(given):
         made = given(params)
         if isinstance(made, torch.optim.Optimizer):
-            return from_torch(made)
+            return from_torch(made, allow_untested=allow_untested)
         raise ConfigError(
             f"[optimizer] the function given as optimizer returned {made!r}, expected a torch.optim.Optimizer."
         )

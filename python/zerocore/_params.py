@@ -13,13 +13,14 @@ import torch
 
 from zerocore import _core, _memory, _released, _tensor
 from zerocore._accumulation import Weights
+from zerocore._foreign import ForeignOptimizer
 from zerocore._gathering import UnitGatherer
 from zerocore._gradients import Gradients
 from zerocore._optimizer import Optimizer
 from zerocore._other_state import broadcast
 from zerocore._units import Unit
 from zerocore.config import ResolvedConfig, ZeroConfig
-from zerocore.errors import ConfigError, DeviceError, UnsupportedError
+from zerocore.errors import ConfigError, DeviceError, Error, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
@@ -49,7 +50,7 @@ class ParamsForCore(_released.NotPickled):
         self._optimizer = optimizer
         group_of = _groups(optimizer)
         trained = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
-        _check(model, trained, group_of, config)
+        _check(model, trained, group_of, config, foreign=optimizer.source is not None)
         precision = config.precision
         self._dtype = DTYPES[precision.dtype]
         self._compute_dtype = DTYPES[precision.compute_dtype or precision.dtype]
@@ -155,6 +156,11 @@ class ModelParams(ParamsForCore):
         free = _memory.free_bytes(ranks=comm.size)
         if free is not None:
             self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
+        self._foreign: ForeignOptimizer | None = None
+        if optimizer.source is not None:
+            numbered = [(i, self.names[i], p) for i, p in enumerate(self.params) if self._is_trained[i]]
+            self._foreign = ForeignOptimizer(optimizer.source, self._core, numbered)
+        self._half_updated = False
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
         named = zip(self.names, self.params, strict=True)
@@ -205,6 +211,11 @@ class ModelParams(ParamsForCore):
 
     def _check_homes(self) -> None:
         """The model and the engine must not have come apart."""
+        if self._half_updated:
+            raise Error(
+                "[engine] this engine's state is not whole: the optimizer failed in an earlier step. Build a new "
+                "engine, and load a checkpoint into it."
+            )
         if self.closed:
             raise ConfigError("[engine] the engine was closed, expected one that is open. Build a new one to train on.")
         for index, home in zip(self._in_place, self._homes, strict=True):
@@ -229,21 +240,35 @@ class ModelParams(ParamsForCore):
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
-        result = self._core.step(
-            self._optimizer.hypers(),
-            divisor=divisor,
-            max_norm=max_norm,
-            settings=zlib.crc32(repr(written).encode()),
-            stop=stop,
-            weights=weights.given,
-            weights_missing=weights.missing,
-            scale=scale,
-        )
+        arguments = {
+            "divisor": divisor,
+            "max_norm": max_norm,
+            "settings": zlib.crc32(repr(written).encode()),
+            "stop": stop,
+            "weights": weights.given,
+            "weights_missing": weights.missing,
+            "scale": scale,
+        }
+        if self._foreign is None:
+            result = self._core.step(self._optimizer.hypers(), **arguments)
+        else:
+            result = self._foreign_step(self._foreign, arguments)
         if not result.skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
             self._versions = {i: self.params[i]._version for i in self._in_place}
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
+
+    def _foreign_step(self, optimizer: ForeignOptimizer, arguments: dict[str, Any]) -> _core.StepResult:
+        groups = [sorted((k, v) for k, v in g.items() if k != "params") for g in self._optimizer.param_groups]
+        settings = zlib.crc32(repr(groups).encode(), arguments["settings"])
+        result = self._core.begin_foreign_step(**arguments | {"settings": settings})
+        if not result.skipped:
+            self._half_updated = True
+            optimizer.step()
+            self._core.end_foreign_step()
+            self._half_updated = False
+        return result
 
     def _check_groups(self) -> None:
         """The optimizer's groups must hold the parameters that they held when the engine was built."""
@@ -381,10 +406,21 @@ class ModelParams(ParamsForCore):
     def group_of(self, index: int) -> int | None:
         return self._groups[index]
 
-    def state_parts(self) -> dict[str, _core.StateKind]:
+    @property
+    def foreign(self) -> ForeignOptimizer | None:
+        """What runs an optimizer that has no native twin."""
+        return self._foreign
+
+    def state_parts(self) -> list[str]:
         """What the core keeps of each trained parameter in fp32, by name: the master and the optimizer's states."""
-        names = self._optimizer.state_names
-        return {"master": _core.StateKind.master, **dict(zip(names, _STATES, strict=False))}
+        return ["master", *self._optimizer.state_names]
+
+    def part_memory(self, index: int, part: str, begin: int, end: int) -> tuple[int, int]:
+        """Where elements [begin, end) of a trained parameter's part lie, (address, bytes); this rank keeps them."""
+        kinds = {"master": _core.StateKind.master, **dict(zip(self._optimizer.state_names, _STATES, strict=False))}
+        if part not in kinds and self._foreign is not None:
+            return self._foreign.memory(index, part, begin, end)
+        return self._core.state_memory(index, kinds[part], begin, end)
 
     def begin_load(self) -> None:
         """The core's memory is about to be written to: what was gathered from it is stale. Local."""
@@ -428,7 +464,10 @@ class ModelParams(ParamsForCore):
             self.gatherer.write_gathered(param, whole.to(self._kept[index]))
 
     def memory_report(self) -> dict[str, int]:
-        return dict(self._core.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}
+        report = dict(self._core.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}
+        if self._foreign is not None:
+            report["optimizer_state"] += self._foreign.bytes()
+        return report
 
     @property
     def core(self) -> _core.StepEngine:
@@ -505,7 +544,9 @@ def _check_device(model: torch.nn.Module) -> None:
             )
 
 
-def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: ResolvedConfig) -> None:
+def _check(
+    model: torch.nn.Module, named: list[Any], group_of: dict[int, int], config: ResolvedConfig, *, foreign: bool
+) -> None:
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             raise ConfigError(
@@ -517,6 +558,11 @@ def _check(model: torch.nn.Module, named: list[Any], group_of: dict[int, int], c
             f"[engine] the optimizer holds {len(group_of)} trainable parameters, {len(named)} of them the model's: "
             f"expected all. Build the "
             "optimizer over the parameters of the model that the engine gets."
+        )
+    if foreign and config.precision.accumulate_dtype != "fp32":
+        raise UnsupportedError(
+            f"[optimizer] precision.accumulate_dtype: got {config.precision.accumulate_dtype} with an optimizer that "
+            "has no native twin, expected fp32, which torch's code needs. Set it to fp32."
         )
     if not named:
         raise ConfigError(

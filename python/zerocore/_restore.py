@@ -70,6 +70,7 @@ class Restore:
                 self._entries.setdefault(tie, entry)
         self._direct: list[Wanted] = []  # straight into the core's memory
         self._later: list[Callable[[], None]] = []  # through a tensor of their own
+        self._foreign: dict[int, dict[str, Any]] = {}  # new states, of an optimizer without a native twin
         self._made: dict[str, torch.Tensor] = {}  # read, to be handed to the modules that make such
         self._steps = engine._params.core.param_steps()
         self._left_out: dict[str, list[str]] = {}  # why, and what
@@ -95,6 +96,10 @@ class Restore:
 
     def finish(self) -> None:
         """After read() on all ranks: moves the engine to where it was. Collective."""
+        foreign = self._engine._params.foreign
+        for index, state in self._foreign.items():
+            assert foreign is not None
+            foreign.set_state(index, state)
         self._engine._params.end_load(self._steps)
         if self._what.custom_load_fn is not None:
             self._load_by_hand(self._what.custom_load_fn)
@@ -160,7 +165,7 @@ class Restore:
         moved = self._in_other_groups()
         if moved is not None:
             return f"{moved} stands in another group in this engine"
-        if any(group.get("momentum") for group in saved.groups) and not ours.state_names:
+        if ours.type == "sgd" and any(group.get("momentum") for group in saved.groups) and not ours.state_names:
             return "this engine was built without momentum"
         return None
 
@@ -235,20 +240,25 @@ class Restore:
 
     def _plan_states(self, entry: Entry, param: torch.Tensor, index: int, begin: int, end: int) -> None:
         params = self._engine._params
-        kinds = {name: kind for name, kind in params.state_parts().items() if name != MASTER}
+        saved = self._checkpoint.manifest.optimizer
         held = {part.name for part in entry.parts} - {MASTER, VALUE}
-        if held != set(kinds):
-            saved = self._checkpoint.manifest.optimizer
+        if params.foreign is not None and saved is not None and saved.type == self._engine.optimizer.type:
+            self._foreign[index] = params.foreign.new_state(index, sorted(held), entry.numbers)
+        elif held != set(params.state_parts()) - {MASTER}:
             self._leave_out(
                 f"optimizer state (saved with {saved.type if saved else 'no optimizer'}, this engine has "
                 f"{self._engine.optimizer.type})",
                 entry.name,
             )
             return
-        for part_name, kind in kinds.items():
-            part = entry.part(part_name)
+        for name in held:
+            part = entry.part(name)
             assert part is not None
-            memory = params.core.state_memory(index, kind, begin, end)
+            if index in self._foreign:
+                state = self._foreign[index].get(name)
+                memory = (0, 0) if state is None else (state.data_ptr(), state.numel() * 4)
+            else:
+                memory = params.part_memory(index, name, begin, end)
             self._into_core(entry, part, param, begin, end, memory, torch.float32)
         self._steps[index] = entry.step or 0
 

@@ -51,6 +51,7 @@ def test_the_keys_are_these():
         "optimizer.nesterov",
         "optimizer.lr_decay",
         "optimizer.initial_accumulator_value",
+        "allow_untested_optimizer",
         "scheduler.type",
         "scheduler.warmup_num_steps",
         "scheduler.warmup_type",

@@ -358,7 +358,7 @@ def test_a_model_that_is_none_or_in_another_precision():
 def test_foreign_optimizers():
     model = one_weight()
     with pytest.raises(
-        UnsupportedError, match=r"\[optimizer\] got torch.optim.rprop.Rprop, expected torch.optim.AdamW, Adam, SGD"
+        UnsupportedError, match=r"\[optimizer\] got torch.optim.rprop.Rprop, expected one of torch.optim"
     ):
         zerocore.Engine(model, config(), optimizer=torch.optim.Rprop(model.parameters()))
     with pytest.raises(UnsupportedError, match="amsgrad=True"):

@@ -147,6 +147,13 @@ class CpuKernels final : public Kernels {
     fold_all(in, dtype, acc, true);
   }
 
+  void scale(BufferView inout, float factor, Stream) override {
+    parallel_for(inout.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      float* values = inout.as<float>();
+      for (std::int64_t i = begin; i < end; ++i) values[i] *= factor;
+    });
+  }
+
   void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
                   Stream) override {
     std::mutex mutex;

@@ -56,6 +56,9 @@ class Kernels {
   // The same, of one source at least, into an accumulator that counts as +0 whatever it holds: nobody has to zero it.
   virtual void fold_first(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
 
+  // inout[i] *= factor, fp32.
+  virtual void scale(BufferView inout, float factor, Stream stream) = 0;
+
   // Adds the squares of in[piece] to *sum, exactly and free of order over blocks: a block is up to 1024 consecutive
   // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
   // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves

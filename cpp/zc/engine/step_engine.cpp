@@ -275,6 +275,10 @@ void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
   const auto used = reducer_->used();
   if (std::ranges::any_of(used, [](std::uint8_t flag) { return flag != 0; })) zero_grad();
   optimizer_.set_steps(steps);
+  follow_masters();
+}
+
+void StepEngine::follow_masters() {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
     if (!layout_.buckets()[b].trainable) continue;
@@ -329,6 +333,33 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
   if (options_.share_parameters) trace::wait(comm_->barrier("update shared parameters"), "update shared parameters");
   reducer_->reset();
   return result;
+}
+
+StepResult StepEngine::begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
+                                          const Weights& weights, double scale) {
+  ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
+  ZC_CHECK(options_.accumulate_dtype == DType::kF32, kInternal, "[engine] a foreign optimizer needs fp32 gradients");
+  reducer_->wait();
+  StepResult result = measure(divisor, max_norm, digest({}, divisor, max_norm, settings), stop, weights, scale);
+  if (result.scalars.skip) {
+    result.nonfinite = nonfinite_params();
+    zero_grad();
+    return result;
+  }
+  optimizer_.begin_step(reducer_->used());
+  const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    if (!layout_.buckets()[b].trainable) continue;
+    reducer_->settle(static_cast<int>(b));
+    if (gather_grads) trace::wait(comm_->all_gather(buckets_[b].grads, gather_labels_[b]), gather_labels_[b]);
+    device_.kernels().scale(buckets_[b].grads, result.scalars.factor, {});
+  }
+  return result;
+}
+
+void StepEngine::end_foreign_step() {
+  follow_masters();
+  reducer_->reset();
 }
 
 // The exact norm over all ranks, and with it every scalar of the step.

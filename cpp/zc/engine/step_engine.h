@@ -118,6 +118,13 @@ class StepEngine {
   StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
                   bool stop = false, const Weights& weights = {}, double scale = 1);
 
+  // The same with an update that the caller makes, of groups of ForeignHyper. Unless the result says skip, the
+  // accumulators then hold the gradients, unscaled and clipped: the caller writes to the masters it owns and calls
+  // end_foreign_step(), which brings them to the parameters. Both collective.
+  StepResult begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
+                                const Weights& weights, double scale);
+  void end_foreign_step();
+
   // Drops what was folded since the last step.
   void zero_grad();
 
@@ -148,6 +155,7 @@ class StepEngine {
   bool gathers_after_update(std::size_t bucket) const {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }
+  void follow_masters();  // what is kept of the parameters takes the masters' values, on all ranks
   StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
                      double scale);
   std::vector<int> nonfinite_params();

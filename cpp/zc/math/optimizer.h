@@ -139,4 +139,7 @@ ZC_HOST_DEVICE inline void adagrad_element(const AdagradScalars& s, float grad, 
   param = param - s.step_size * (grad / (std::sqrt(sum) + s.eps));
 }
 
+// Somebody else's optimizer, which updates masters from gradients itself.
+struct ForeignHyper {};
+
 }  // namespace zc::math

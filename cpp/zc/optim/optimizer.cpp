@@ -10,6 +10,7 @@ namespace {
 
 int states_of(const Hyper& hyper) {
   if (std::holds_alternative<math::AdamHyper>(hyper)) return 2;
+  if (std::holds_alternative<math::ForeignHyper>(hyper)) return 0;
   const auto* sgd = std::get_if<math::SgdHyper>(&hyper);
   return sgd != nullptr && sgd->momentum == 0 ? 0 : 1;
 }
@@ -30,6 +31,7 @@ std::vector<double> values_of(const math::LionHyper& h) { return {h.lr, h.beta1,
 std::vector<double> values_of(const math::AdagradHyper& h) {
   return {h.lr, h.lr_decay, h.eps, h.weight_decay, h.initial_accumulator};
 }
+std::vector<double> values_of(const math::ForeignHyper&) { return {}; }
 
 }  // namespace
 
@@ -94,8 +96,8 @@ void Optimizer::begin_step(std::span<const std::uint8_t> used) {
       sgd_[slot] = math::sgd_scalars(*sgd, step);
     } else if (const auto* lion = std::get_if<math::LionHyper>(&hyper)) {
       lion_[slot] = math::lion_scalars(*lion);
-    } else {
-      adagrad_[slot] = math::adagrad_scalars(std::get<math::AdagradHyper>(hyper), step);
+    } else if (const auto* adagrad = std::get_if<math::AdagradHyper>(&hyper)) {
+      adagrad_[slot] = math::adagrad_scalars(*adagrad, step);
     }
   }
 }

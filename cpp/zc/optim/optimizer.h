@@ -12,7 +12,7 @@
 namespace zc::optim {
 
 // Hyperparameters of one parameter group.
-using Hyper = std::variant<math::AdamHyper, math::SgdHyper, math::LionHyper, math::AdagradHyper>;
+using Hyper = std::variant<math::AdamHyper, math::SgdHyper, math::LionHyper, math::AdagradHyper, math::ForeignHyper>;
 
 // fp32 values an optimizer keeps for each parameter element, besides the parameter.
 int num_states(std::span<const Hyper> groups);

@@ -54,6 +54,8 @@ class Config:
     """rank0: after a step all ranks take rank 0's; ordered: running statistics get all micro-batches, in order."""
     optimizer: OptimizerConfig | None = None
     """None: what is handed to Engine(optimizer=...); without that, AdamW with the defaults below and a warning."""
+    allow_untested_optimizer: Bool = False
+    """True: a torch optimizer without a native twin runs on the shards, which is right if it treats elements alike."""
     scheduler: SchedulerConfig | None = None
     """None: a constant learning rate, or the schedule handed to Engine(lr_scheduler=...)."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

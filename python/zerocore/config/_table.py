@@ -108,7 +108,7 @@ TABLE: tuple[Key, ...] = (
     no_effect("optimizer.params.differentiable", Bool, _TORCH, off=(False,), only=_TORCHS),
     no_effect("optimizer.params.set_grad_none", Bool, "the engine takes gradients and frees them", only=_BETAS),
     no_effect("optimizer.legacy_fusion", Bool, _TORCH, off=(False,)),
-    no_effect("zero_allow_untested_optimizer", Bool, "every optimizer that is accepted works in every stage"),
+    honoured("zero_allow_untested_optimizer", Bool, "allow_untested_optimizer"),
     no_effect("zero_force_ds_cpu_optimizer", Bool, "one optimizer serves every device"),
     # Schedule
     honoured("scheduler.type", Text, "scheduler.type", auto=_FILL),
