@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zerocore import _channel, _departure
 
 if TYPE_CHECKING:
-    from zerocore import accelerator, checkpointing, comm, errors, ops, utils, zero
+    from zerocore import accelerator, checkpointing, comm, compat, errors, ops, utils, zero
     from zerocore._engine import Engine, GradNorm
     from zerocore._initialize import add_config_arguments, init_inference, initialize, tp_model_init
     from zerocore.comm import init_distributed
@@ -33,6 +33,7 @@ _HOMES = {
     "accelerator": "zerocore",
     "checkpointing": "zerocore",
     "comm": "zerocore",
+    "compat": "zerocore",
     "errors": "zerocore",
     "ops": "zerocore",
     "utils": "zerocore",
@@ -50,6 +51,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "compat",
     "errors",
     "init_distributed",
     "init_inference",

@@ -297,11 +297,12 @@ class Engine(WholeModel, Saving, Calls):
         self._optimizer.overflow, self._optimizer.loss_scale = result.skipped, self.loss_scale
         if result.skipped:
             self._report_nonfinite(step, scale, losses, result.nonfinite, exhausted)
-        elif self._scheduler is not None:
-            if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
-                # What the optimizer's own step() would have noted; torch warns without.
-                self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._scheduler.step(**(lr_kwargs or {}))
+        else:
+            for optimizer in (self._optimizer, self._optimizer.source):
+                if optimizer is not None:  # what its own step() would have noted; torch's schedulers warn without
+                    optimizer._opt_called = True  # type: ignore[attr-defined]
+            if self._scheduler is not None:
+                self._scheduler.step(**(lr_kwargs or {}))
         every = self.config.steps_per_print
         if every is not None and self.global_steps % every == 0 and self.rank == 0:
             logger.info(

@@ -36,7 +36,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Attributes:
         type: as in OptimizerConfig; of one that has no native twin, its class.
-        source: the torch optimizer that this stands for, where that has no native twin: its code runs on the shards.
+        source: the torch optimizer that this stands for, if there is one; schedulers may hold that one.
+        foreign: the source has no native twin: its code runs on the shards.
         param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
         overflow: whether the last step was skipped, since gradients were not finite.
         loss_scale: as the next step will use it.
@@ -52,9 +53,11 @@ class Optimizer(torch.optim.Optimizer):
         type: str,
         defaults: dict[str, Any],
         source: torch.optim.Optimizer | None = None,
+        foreign: bool = False,
     ) -> None:
         self.type = type
         self.source = source
+        self.foreign = foreign
         super().__init__(params, defaults)
 
     @property
@@ -64,7 +67,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names in torch of the states that the core keeps for each parameter, in its order."""
-        if self.source is not None:
+        if self.foreign:
             return ()
         if self.type == "sgd" and not any(group["momentum"] for group in self.param_groups):
             return ()
@@ -93,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: a group asks for what the native twin cannot do.
         """
-        if self.source is not None:
+        if self.foreign:
             return [_core.ForeignHyper() for _ in self.param_groups]
         for flag in _FLAGS:
             if any(group.get(flag) for group in self.param_groups):
@@ -170,7 +173,7 @@ def from_torch(source: torch.optim.Optimizer, *, allow_untested: bool = False) -
         )
     defaults = {k: v for k, v in source.defaults.items() if k not in ("foreach", "fused", "capturable")}
     groups = [{"params": list(group["params"])} for group in source.param_groups]
-    twin = Optimizer(groups, type=kind, defaults=defaults, source=source if foreign else None)
+    twin = Optimizer(groups, type=kind, defaults=defaults, source=source, foreign=foreign)
     twin.param_groups = source.param_groups
     twin.hypers()  # refuses what it cannot do
     return twin

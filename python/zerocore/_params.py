@@ -50,7 +50,7 @@ class ParamsForCore(_released.NotPickled):
         self._optimizer = optimizer
         group_of = _groups(optimizer)
         trained = [(name, p) for name, p in model.named_parameters() if id(p) in group_of]
-        _check(model, trained, group_of, config, foreign=optimizer.source is not None)
+        _check(model, trained, group_of, config, foreign=optimizer.foreign)
         precision = config.precision
         self._dtype = DTYPES[precision.dtype]
         self._compute_dtype = DTYPES[precision.compute_dtype or precision.dtype]
@@ -157,7 +157,7 @@ class ModelParams(ParamsForCore):
         if free is not None:
             self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
         self._foreign: ForeignOptimizer | None = None
-        if optimizer.source is not None:
+        if optimizer.foreign and optimizer.source is not None:
             numbered = [(i, self.names[i], p) for i, p in enumerate(self.params) if self._is_trained[i]]
             self._foreign = ForeignOptimizer(optimizer.source, self._core, numbered)
         self._half_updated = False

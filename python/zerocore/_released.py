@@ -44,6 +44,10 @@ def _allowed() -> set[Any]:
 
 _ALLOWED = _allowed()
 
+# Whether detach(), and so a module's state_dict(), gives a tensor that goes on refusing where it would refuse itself.
+# For libraries that ask a sharded model's state dict for names and shapes (compat.py).
+detach_keeps_refusing = False
+
 
 class Home(Protocol):
     """Where the values of released parameters are."""
@@ -100,11 +104,20 @@ class Released(torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _ALLOWED:
+            if func is torch.Tensor.detach and detach_keeps_refusing:
+                return args[0]._detached()
             given = [*args, *kwargs.values()]
             for home in {id(p._zc_home): p._zc_home for p in released_in(given)}.values():
                 home.use_while_released(given, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def _detached(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = self.detach()
+        alias.__class__ = _released_class(torch.Tensor)
+        alias._zc_home = _Detached(self)  # type: ignore[attr-defined]
+        return alias
 
     # What code for DeepSpeed reads to see whether a parameter must be gathered first.
 
@@ -137,6 +150,19 @@ class Released(torch.nn.Parameter):
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+
+class _Detached(NotPickled):
+    """The home of what detach() has made of a released parameter, and which stays released."""
+
+    def __init__(self, param: Released) -> None:
+        self._name = param._zc_home.name_of(param)
+
+    def name_of(self, param: torch.nn.Parameter) -> str:
+        return self._name
+
+    def use_while_released(self, given: list[Any], operation: str) -> None:
+        raise refuse(given, operation, "Take values from engine.state_dict(), on every rank.")
 
 
 def _name_of(func: Any) -> str:

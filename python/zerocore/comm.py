@@ -23,7 +23,7 @@ from zerocore.errors import ConfigError, UnsupportedError
 logger = logging.getLogger("zerocore")
 
 _dist: Any = torch.distributed  # a build of torch may have no more than its is_available()
-_BACKEND = "gloo"  # of tensors on the CPU
+BACKEND = "gloo"  # of tensors on the CPU
 
 
 def init_distributed(
@@ -72,12 +72,12 @@ def init_distributed(
                 "zerocore.init_distributed()."
             )
         return
-    if dist_backend not in (None, _BACKEND) and world.rank == 0:
-        logger.warning("[comm] init_distributed: got backend %r; %r is used, on the CPU.", dist_backend, _BACKEND)
+    if dist_backend not in (None, BACKEND) and world.rank == 0:
+        logger.warning("[comm] init_distributed: got backend %r; %r is used, on the CPU.", dist_backend, BACKEND)
     for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", _comm.local_rank())):
         os.environ.setdefault(name, str(value))
     wait = timeout if timeout is not None else datetime.timedelta(milliseconds=world.timeout_ms)
-    _dist.init_process_group(_BACKEND, store=_meet(world, wait), rank=world.rank, world_size=world.size, timeout=wait)
+    _dist.init_process_group(BACKEND, store=_meet(world, wait), rank=world.rank, world_size=world.size, timeout=wait)
 
 
 def _meet(world: _core.Communicator, timeout: datetime.timedelta) -> Any:

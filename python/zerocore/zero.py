@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerocore import _comm, _core, _init, _memory, _other_state, _params, _released
 from zerocore._released import ZeroParamStatus
 from zerocore._units import Unit, choose_units
-from zerocore.config import Config, as_config
+from zerocore.config import Config, _json
 from zerocore.errors import ConfigError, Error, UnsupportedError
 
 __all__ = [
@@ -91,7 +91,7 @@ class Init:
                     "CPU. Leave it out."
                 )
         given = config if config is not None else config_dict_or_path
-        self._enabled = enabled and (given is None or as_config(given).zero.stage == 3)
+        self._enabled = enabled and (given is None or _stage(given) == 3)
         self._dtype = dtype
         self._comm = comm
         self._shards: _init.InitShards | None = None
@@ -151,6 +151,15 @@ class Init:
         if kind is None:  # else other ranks may be elsewhere
             self._shards.shard_all()
         self._shards = None
+
+
+def _stage(config: Any) -> int:
+    """The ZeRO stage of a configuration, of which other parts may still be "auto"."""
+    if isinstance(config, Config):
+        return config.zero.stage
+    raw, _ = _json.read(config)
+    part = {key: value for key, value in raw.items() if key == "zero_optimization"}
+    return Config.from_deepspeed(part, warn=False).zero.stage
 
 
 class GatheredParameters:
