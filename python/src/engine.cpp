@@ -44,6 +44,7 @@ void bind_optimizers(py::module_& m) {
   using zc::math::AdamHyper;
   using zc::math::ForeignHyper;
   using zc::math::LionHyper;
+  using zc::math::MuonHyper;
   using zc::math::SgdHyper;
   py::class_<AdamHyper>(m, "AdamHyper")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
@@ -69,6 +70,12 @@ void bind_optimizers(py::module_& m) {
            }),
            py::kw_only(), py::arg("lr"), py::arg("lr_decay"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("initial_accumulator"));
+  py::class_<MuonHyper>(m, "MuonHyper")
+      .def(py::init([](double lr, double momentum, double weight_decay, bool nesterov, int iterations) {
+             return MuonHyper{lr, momentum, weight_decay, nesterov, iterations};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"),
+           py::arg("iterations"));
   py::class_<ForeignHyper>(m, "ForeignHyper").def(py::init<>());
   m.def("update_adam", &update_adam, NoGil(), py::arg("hyper"), py::kw_only(), py::arg("step"), py::arg("grad"),
         py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("model"));
@@ -202,11 +209,14 @@ void bind_engine(py::module_& m) {
 
   py::class_<zc::zero::ParamSpec>(m, "ParamSpec")
       .def(py::init([](std::string name, std::int64_t numel, zc::DType dtype, int group, int unit,
-                       zc::DType compute_dtype, bool sharded, bool trainable) {
-             return zc::zero::ParamSpec{std::move(name), numel, dtype, group, unit, compute_dtype, sharded, trainable};
+                       zc::DType compute_dtype, bool sharded, bool trainable, std::int64_t rows,
+                       double rows_by_columns) {
+             return zc::zero::ParamSpec{std::move(name), numel,   dtype,     group, unit,
+                                        compute_dtype,   sharded, trainable, rows,  rows_by_columns};
            }),
            py::kw_only(), py::arg("name"), py::arg("numel"), py::arg("dtype"), py::arg("group"), py::arg("unit"),
-           py::arg("compute_dtype"), py::arg("sharded"), py::arg("trainable"));
+           py::arg("compute_dtype"), py::arg("sharded"), py::arg("trainable"), py::arg("rows"),
+           py::arg("rows_by_columns"));
 
   py::class_<zc::engine::StepResult>(m, "StepResult")
       .def_property_readonly("skipped", [](const zc::engine::StepResult& r) { return r.scalars.skip != 0; })

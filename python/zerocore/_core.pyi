@@ -123,10 +123,22 @@ class AdagradHyper:
     ) -> None: ...
 
 @final
+class MuonHyper:
+    def __init__(
+        self,
+        *,
+        lr: SupportsFloat,
+        momentum: SupportsFloat,
+        weight_decay: SupportsFloat,
+        nesterov: bool,
+        iterations: SupportsIndex,
+    ) -> None: ...
+
+@final
 class ForeignHyper:
     def __init__(self) -> None: ...
 
-Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | ForeignHyper
+Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | MuonHyper | ForeignHyper
 
 def update_adam(
     hyper: AdamHyper,
@@ -169,6 +181,8 @@ class ParamSpec:
         compute_dtype: DType,
         sharded: bool,
         trainable: bool,
+        rows: SupportsIndex,
+        rows_by_columns: SupportsFloat,
     ) -> None: ...
 
 @final

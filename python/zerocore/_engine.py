@@ -102,6 +102,7 @@ class Engine(WholeModel, Saving, Calls):
             optimizer,
             self.config.optimizer,
             _trainable(given, model),
+            model=model,
             allow_untested=self.config.allow_untested_optimizer,
         )
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
@@ -408,8 +409,9 @@ class Engine(WholeModel, Saving, Calls):
 
         parameters, gradient_accumulator, master_weights, optimizer_state: the model states. gradient_buckets: what
         gradients are collected in on their way, at most two of the largest bucket, from the first backward on.
-        gathered_parameters: stage 3's, and those in a dtype of computation of their own. messages: what ranks receive
-        in. frozen_parameters, buffers: what is not trained. checkpoint_snapshot: kept by checkpoint.async_save.
+        matrix_update: what Muon orthogonalises in. gathered_parameters: stage 3's, and those in a dtype of computation
+        of their own. messages: what ranks receive in. frozen_parameters, buffers: what is not trained.
+        checkpoint_snapshot: kept by checkpoint.async_save.
         """
         report = self._params.memory_report()
         others = other_state_bytes(self.module, self._params.params)

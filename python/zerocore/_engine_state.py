@@ -214,7 +214,7 @@ def _params(engine: Engine, names: Names, *, exclude_frozen: bool) -> Iterator[I
         if trained:
             item.step, item.group = steps[index], params.group_of(index)
             tensors, item.numbers = foreign.get(index, ([], {}))
-            for part in [*params.state_parts(), *tensors]:
+            for part in [*params.state_parts(index), *tensors]:
                 item.add(part, "F32", begin, end, params.part_memory(index, part, begin, end))
         else:
             item.add(VALUE, item.dtype, begin, end, params.core.kept_memory(index, begin, end))

@@ -15,7 +15,9 @@ from zerocore._exchange import gather_json
 from zerocore.errors import UnsupportedError
 
 # Those of torch that look at whole matrices, at all parameters, or at gradients of another kind.
-_NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+)
 _ELEMENTS = "elements"  # a state like the parameter, in what ranks tell each other
 
 
@@ -28,7 +30,7 @@ def check(source: torch.optim.Optimizer, name: str) -> None:
     if isinstance(source, _NOT_ELEMENTWISE):
         raise UnsupportedError(
             f"[optimizer] got {name}, expected an optimizer that treats each element alike: this one needs whole "
-            "parameters, and would compute something else on shards. Use another one."
+            'parameters, and would compute something else on shards. Use another one; "muon" is one of the config\'s.'
         )
     if source.state:
         raise UnsupportedError(

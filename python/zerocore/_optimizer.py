@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _core, _foreign
+from zerocore import _core, _foreign, _muon
 from zerocore.config import OptimizerConfig
 from zerocore.config._sections import OPTIMIZER_KEYS
 from zerocore.errors import ConfigError, UnsupportedError
@@ -29,6 +29,7 @@ _STATE_NAMES = {
     "lion": ("exp_avg",),
     "adagrad": ("sum",),
 }
+_MUON_STATE_NAMES = ("momentum_buffer",)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -64,13 +65,14 @@ class Optimizer(torch.optim.Optimizer):
     def cur_scale(self) -> float:
         return self.loss_scale
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names in torch of the states that the core keeps for each parameter, in its order."""
+    def state_names(self, group: int) -> tuple[str, ...]:
+        """The names in torch of the states that the core keeps for each parameter of a group, in its order."""
         if self.foreign:
             return ()
-        if self.type == "sgd" and not any(group["momentum"] for group in self.param_groups):
+        if self.type == "sgd" and not any(each["momentum"] for each in self.param_groups):
             return ()
+        if self.type == "muon":
+            return _MUON_STATE_NAMES if self.param_groups[group]["use_muon"] else _STATE_NAMES["adamw"]
         return _STATE_NAMES[self.type]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -107,6 +109,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hyper(self, group: dict[str, Any]) -> Any:
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
+        if self.type == "muon" and group["use_muon"]:
+            return _core.MuonHyper(
+                lr=lr,
+                momentum=group["momentum"],
+                weight_decay=weight_decay,
+                nesterov=group["nesterov"],
+                iterations=group["ns_steps"],
+            )
         if self.type == "sgd":
             return _core.SgdHyper(
                 lr=lr,
@@ -132,13 +142,15 @@ class Optimizer(torch.optim.Optimizer):
             beta2=beta2,
             eps=group["eps"],
             weight_decay=weight_decay,
-            decoupled_weight_decay=group.get("decoupled_weight_decay", self.type == "adamw"),
+            decoupled_weight_decay=group.get("decoupled_weight_decay", self.type in ("adamw", "muon")),
             bias_correction=group.get("bias_correction", True),
         )
 
 
-def from_config(config: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
-    """An optimizer over parameters or parameter groups (dicts, as torch.optim takes them)."""
+def from_config(config: OptimizerConfig, params: Iterable[Any], model: torch.nn.Module) -> Optimizer:
+    """An optimizer over parameters of a model or parameter groups (dicts, as torch.optim takes them)."""
+    if config.type == "muon":
+        return Optimizer(_muon.groups(config, params, model), type="muon", defaults={})
     defaults = {name: getattr(config, name) for name in ("lr", "weight_decay", *OPTIMIZER_KEYS[config.type])}
     return Optimizer(params, type=config.type, defaults=defaults)
 
@@ -184,6 +196,7 @@ def build(
     config: OptimizerConfig | None,
     params: Iterable[Any],
     *,
+    model: torch.nn.Module,
     allow_untested: bool = False,
 ) -> Optimizer:
     """The engine's optimizer from what the user gave: an optimizer, a function of the parameters, or the config.
@@ -199,7 +212,7 @@ def build(
             logger.warning(
                 "[optimizer] no optimizer was given and the config has none: using AdamW with lr %g.", config.lr
             )
-        return from_config(config, params)
+        return from_config(config, params, model)
     if isinstance(given, torch.optim.Optimizer):
         return from_torch(given, allow_untested=allow_untested)
     if callable(given):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _core, _memory, _released, _tensor
+from zerocore import _core, _memory, _muon, _released, _tensor
 from zerocore._accumulation import Weights
 from zerocore._foreign import ForeignOptimizer
 from zerocore._gathering import UnitGatherer
@@ -71,16 +71,21 @@ class ParamsForCore(_released.NotPickled):
         unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.params if id(p) in gathered}
         specs = []
         for (name, param), kept, used in zip(named, self._kept, self._used, strict=True):
+            group = group_of.get(id(param))
+            is_matrix = group is not None and optimizer.param_groups[group].get("use_muon", False)
+            rows, rows_by_columns = _muon.as_matrix(param, name) if is_matrix else (0, 0.0)
             specs.append(
                 _core.ParamSpec(
                     name=name,
                     numel=param.numel(),
                     dtype=_tensor.DTYPES[kept],
-                    group=group_of.get(id(param), 0),
+                    group=group or 0,
                     unit=unit_of.get(id(param), -1),
                     compute_dtype=_tensor.DTYPES[used],
                     sharded=id(param) in sharded,
                     trainable=id(param) in group_of,
+                    rows=rows,
+                    rows_by_columns=rows_by_columns,
                 )
             )
         reduce_dtype = DTYPES[precision.reduce_dtype] if precision.reduce_dtype else self._compute_dtype
@@ -379,9 +384,10 @@ class ModelParams(ParamsForCore):
         if kind == _core.StateKind.master:
             self._after_write(param)
 
-    def state_kind(self, key: str) -> _core.StateKind:
-        """The optimizer state that torch's optimizers call `key`."""
-        kinds = dict(zip(self._optimizer.state_names, _STATES, strict=False))
+    def state_kind(self, param: torch.nn.Parameter, key: str) -> _core.StateKind:
+        """The optimizer state of a parameter that torch's optimizers call `key`."""
+        kinds = self._kinds(self.index_of(param))
+        del kinds["master"]
         if key not in kinds:
             raise ConfigError(
                 f'[zero] optimizer state "{key}": got a name that {self._optimizer.type} does not have, expected one '
@@ -411,13 +417,18 @@ class ModelParams(ParamsForCore):
         """What runs an optimizer that has no native twin."""
         return self._foreign
 
-    def state_parts(self) -> list[str]:
-        """What the core keeps of each trained parameter in fp32, by name: the master and the optimizer's states."""
-        return ["master", *self._optimizer.state_names]
+    def state_parts(self, index: int) -> list[str]:
+        """What the core keeps of a trained parameter in fp32, by name: the master and the optimizer's states."""
+        return list(self._kinds(index))
+
+    def _kinds(self, index: int) -> dict[str, _core.StateKind]:
+        group = self._groups[index]
+        names = () if group is None else self._optimizer.state_names(group)
+        return {"master": _core.StateKind.master, **dict(zip(names, _STATES, strict=False))}
 
     def part_memory(self, index: int, part: str, begin: int, end: int) -> tuple[int, int]:
         """Where elements [begin, end) of a trained parameter's part lie, (address, bytes); this rank keeps them."""
-        kinds = {"master": _core.StateKind.master, **dict(zip(self._optimizer.state_names, _STATES, strict=False))}
+        kinds = self._kinds(index)
         if part not in kinds and self._foreign is not None:
             return self._foreign.memory(index, part, begin, end)
         return self._core.state_memory(index, kinds[part], begin, end)

@@ -165,7 +165,7 @@ class Restore:
         moved = self._in_other_groups()
         if moved is not None:
             return f"{moved} stands in another group in this engine"
-        if ours.type == "sgd" and any(group.get("momentum") for group in saved.groups) and not ours.state_names:
+        if ours.type == "sgd" and any(group.get("momentum") for group in saved.groups) and not ours.state_names(0):
             return "this engine was built without momentum"
         return None
 
@@ -244,7 +244,7 @@ class Restore:
         held = {part.name for part in entry.parts} - {MASTER, VALUE}
         if params.foreign is not None and saved is not None and saved.type == self._engine.optimizer.type:
             self._foreign[index] = params.foreign.new_state(index, sorted(held), entry.numbers)
-        elif held != set(params.state_parts()) - {MASTER}:
+        elif held != set(params.state_parts(index)) - {MASTER}:
             self._leave_out(
                 f"optimizer state (saved with {saved.type if saved else 'no optimizer'}, this engine has "
                 f"{self._engine.optimizer.type})",

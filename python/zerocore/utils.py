@@ -87,16 +87,16 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
 
     Args:
         optim_state_key: "exp_avg" or "exp_avg_sq" of Adam, "momentum_buffer" of SGD, "exp_avg" of Lion, "sum" of
-            Adagrad.
+            Adagrad, "momentum_buffer" of Muon's matrices.
     """
     owner = _owner(param)
-    return owner.read_state(param, owner.state_kind(optim_state_key))
+    return owner.read_state(param, owner.state_kind(param, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets a parameter's optimizer state from rank 0's values, which have its shape. Collective."""
     owner = _owner(param)
-    owner.write_state(param, owner.state_kind(optim_state_key), value)
+    owner.write_state(param, owner.state_kind(param, optim_state_key), value)
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor:
@@ -137,13 +137,13 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor:
     """This rank's part of a parameter's optimizer state, 1-D, fp32. Local."""
     owner = _owner(param)
-    return owner.read_local(param, owner.state_kind(optim_state_key))
+    return owner.read_local(param, owner.state_kind(param, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets this rank's part of a parameter's optimizer state. Local."""
     owner = _owner(param)
-    owner.write_local(param, owner.state_kind(optim_state_key), value)
+    owner.write_local(param, owner.state_kind(param, optim_state_key), value)
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor:

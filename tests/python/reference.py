@@ -41,6 +41,27 @@ def power(base, exponent):
     return result
 
 
+def product(a, b):
+    """A product of matrices, summed in ascending order of the inner index, each operation rounded."""
+    out = torch.zeros(a.shape[0], b.shape[1])
+    for k in range(a.shape[1]):
+        out = out + a[:, k : k + 1] * b[k : k + 1]
+    return out
+
+
+def orthogonalized(matrix, iterations):
+    """Muon's Newton-Schulz iterations."""
+    norm = math.sqrt(math.fsum(block_square_sums(matrix)))
+    x = matrix * rounded(1 / (norm + 1e-7))
+    tall = x.shape[0] > x.shape[1]
+    x = x.t() if tall else x
+    for _ in range(iterations):
+        gram = product(x, x.t())
+        polynomial = rounded(-4.7750) * gram + rounded(2.0315) * product(gram, gram)
+        x = rounded(3.4445) * x + product(polynomial, x)
+    return x.t() if tall else x
+
+
 class Reference:
     """Trains `model` (in its dtype of computation) on losses of micro-batches; `masters` are its fp32 parameters.
 
@@ -50,15 +71,27 @@ class Reference:
         scale: the loss scale.
         kept, reduced: the dtypes of the kept parameters and of gradients on their way; None: the model's.
         accumulated: the dtype of sums of gradients.
+        matrices: of the type "muon": the numbers of the parameters that are orthogonalised.
     """
 
     def __init__(
-        self, model, masters, *, hyper, max_norm=0.0, scale=1.0, kept=None, reduced=None, accumulated=torch.float32
+        self,
+        model,
+        masters,
+        *,
+        hyper,
+        max_norm=0.0,
+        scale=1.0,
+        kept=None,
+        reduced=None,
+        accumulated=torch.float32,
+        matrices=(),
     ):
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = masters
         self.hyper, self.max_norm, self.scale = hyper, max_norm, scale
         self.kept, self.reduced, self.accumulated = kept, reduced, accumulated
+        self.matrices = matrices
         self.state = [[torch.zeros_like(m), torch.zeros_like(m)] for m in masters]
         self.steps = [0] * len(masters)
 
@@ -96,6 +129,16 @@ class Reference:
                 direction = g + rounded(h["momentum"]) * s1 if h["nesterov"] else s1
             p.copy_(p - rounded(h["lr"]) * direction)
             return
+        if i in self.matrices:
+            decay, keep = rounded(h["muon_momentum"]), rounded(1 - h["muon_momentum"])
+            s1.copy_(decay * s1 + keep * g)
+            direction = keep * g + decay * s1 if h["muon_nesterov"] else s1
+            shape = (p.shape[0], -1)
+            update = orthogonalized(direction.reshape(shape), h["muon_ns_steps"]).reshape(p.shape)
+            rows, columns = p.reshape(shape).shape
+            step_size = rounded(h["muon_lr"] * math.sqrt(max(1.0, rows / columns)))
+            p.copy_(rounded(1 - h["muon_lr"] * h["weight_decay"]) * p - step_size * update)
+            return
         if h["type"] == "adagrad":
             g = g + rounded(h["weight_decay"]) * p
             s1.copy_((rounded(h["initial_accumulator_value"]) if t == 1 else s1) + g * g)
@@ -107,7 +150,7 @@ class Reference:
             p.copy_(rounded(1 - h["lr"] * h["weight_decay"]) * p - rounded(h["lr"]) * direction.sign())
             s1.copy_(rounded(b2) * s1 + rounded(1 - b2) * g)
             return
-        decoupled = h["type"] == "adamw"
+        decoupled = h["type"] in ("adamw", "muon")
         g = g + rounded(0.0 if decoupled else h["weight_decay"]) * p
         s1.copy_(rounded(b1) * s1 + rounded(1 - b1) * g)
         s2.copy_(rounded(b2) * s2 + (rounded(1 - b2) * g) * g)

@@ -83,6 +83,60 @@ def test_lion_follows_its_paper(world_size):
     assert off.max().item() < 20 * 2 * hyper["lr"]
 
 
+@torch.no_grad()
+def muon(param, moment, *, lr, beta, weight_decay):
+    """Muon as published by K. Jordan (2024), with its products in fp32."""
+    moment.lerp_(param.grad, 1 - beta)
+    x = param.grad.lerp(moment, beta).flatten(1)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    rows, columns = param.flatten(1).shape
+    update = (x.T if tall else x).reshape(param.shape) * max(1, rows / columns) ** 0.5
+    param.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["lstm", "wide", "cnn"])
+def test_muon_follows_its_publication(name, world_size):
+    """20 steps: matrices within 2e-4, of which a step moves an element by about 2e-3."""
+    model, twin = make(name), make(name)
+    embeddings = [m.weight for m in twin.modules() if isinstance(m, torch.nn.Embedding)]
+    matrices = [p for p in twin.parameters() if p.dim() > 1 and not any(p is e for e in embeddings)]
+    others = [p for p in twin.parameters() if not any(p is m for m in matrices)]
+    moments = [torch.zeros_like(p) for p in matrices]
+    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    hyper = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "muon_lr": 0.02, "muon_momentum": 0.9}
+    config = zerocore.Config(
+        micro_batch_size=1,
+        train_batch_size=2,
+        seed=7,
+        optimizer=OptimizerConfig(type="muon", **hyper),
+        zero=ZeroConfig(stage=2),
+    )
+    for module in (*model.modules(), *twin.modules()):
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    engine = zerocore.Engine(model, config)
+    for step in range(20):
+        for j in range(2):
+            (twin(*batch(name, 2 * step + j, torch.float32)) / 2).backward()
+        for p, moment in zip(matrices, moments, strict=True):
+            muon(p, moment, lr=0.02, beta=0.9, weight_decay=0.1)
+        adamw.step()
+        twin.zero_grad()
+        for k in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*batch(name, 2 * step + k * world_size + engine.rank, torch.float32)))
+            engine.step()
+    for (what, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        # A bias before BatchNorm has a gradient of rounding errors only, of which AdamW makes steps like any others.
+        if a.dim() > 1:
+            assert (a - b).abs().max().item() < 2e-4, what
+
+
 class Gpt(torch.nn.Module):
     """The parameters of a GPT of `layers` blocks, in the shapes that matter for padding."""
 

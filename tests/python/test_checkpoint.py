@@ -31,6 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}
 MOMENTUM = {"type": "sgd", "lr": 0.05, "momentum": 0.9}
 LION = {"type": "lion", "lr": 0.003, "weight_decay": 0.1}
+MUON = {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "weight_decay": 0.1}
 ADAGRAD = {"type": "adagrad", "lr": 0.05, "initial_accumulator_value": 0.1}
 
 
@@ -73,7 +74,7 @@ def state(engine):
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             out[name + " master"] = utils.safe_get_full_fp32_param(param)
-            for key in engine.optimizer.state_names:
+            for key in engine._params.state_parts(engine._params.index_of(param))[1:]:
                 out[f"{name} {key}"] = utils.safe_get_full_optimizer_state(param, key)
     return out
 
@@ -121,7 +122,7 @@ def test_resume_equals_never_stopped(folder, stage, dtype, world_size):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["t5", "cnn", "lstm", "wide"])
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, LION, ADAGRAD], ids=lambda each: each["type"])
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, LION, ADAGRAD, MUON], ids=lambda each: each["type"])
 def test_other_models_and_optimizers(folder, name, optimizer, world_size):
     engine = build(name, stage=3, optimizer=optimizer)
     train(engine, name, 2)

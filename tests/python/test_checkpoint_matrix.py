@@ -34,7 +34,7 @@ def test_the_whole_matrix(mpirun, tmp_path, dtype):
             found.setdefault(run.split()[0], set()).add(sha256)
             count += 1
     assert count == len(found) * (len(RANKS) * len(STAGES)) * (1 + len(RANKS) * len(STAGES))
-    assert found.keys() == {"adamw", "momentum", "lion", "adagrad"}
+    assert found.keys() == {"adamw", "momentum", "lion", "adagrad", "muon"}
     assert all(len(each) == 1 for each in found.values()), found
     assert len(set.union(*found.values())) == len(found)
 
@@ -51,6 +51,7 @@ def work(what, folder, dtype):
         "momentum": common.MOMENTUM,
         "lion": common.LION,
         "adagrad": common.ADAGRAD,
+        "muon": common.MUON,
     }
     found = {}
 

@@ -159,6 +159,20 @@ def test_lion_and_adagrad_have_deepspeeds_defaults():
     )
 
 
+def test_muon_has_a_learning_rate_for_each_half():
+    defaults = {"betas": (0.9, 0.95), "eps": 1e-10}
+    muon = translated(optimizer={"type": "Muon"}).optimizer
+    assert muon == OptimizerConfig(type="muon", lr=3e-4, muon_lr=0.02, **defaults)
+    muon = translated(optimizer={"type": "Muon", "params": {"lr": 0.5, "momentum": 0.9, "ns_steps": 3}}).optimizer
+    assert muon == OptimizerConfig(type="muon", lr=0.5, muon_lr=0.5, muon_momentum=0.9, muon_ns_steps=3, **defaults)
+    params = {"lr": 0.5, "muon_lr": 0.25, "adam_lr": 0.125, "weight_decay": 0.1}
+    muon = translated(optimizer={"type": "muon", "params": params}).optimizer
+    assert muon == OptimizerConfig(type="muon", lr=0.125, muon_lr=0.25, weight_decay=0.1, **defaults)
+    assert "adam_w_mode: got false, expected true" in message_of(
+        {**BATCH, "optimizer": {"type": "Muon", "params": {"adam_w_mode": False}}}
+    )
+
+
 def test_cycles_and_range_tests():
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2], "cycle_first_step_size": 5, "cycle_min_mom": 0.7}
     assert translated(scheduler={"type": "onecycle", "params": params}).scheduler == SchedulerConfig(

@@ -51,6 +51,10 @@ def test_the_keys_are_these():
         "optimizer.nesterov",
         "optimizer.lr_decay",
         "optimizer.initial_accumulator_value",
+        "optimizer.muon_lr",
+        "optimizer.muon_momentum",
+        "optimizer.muon_nesterov",
+        "optimizer.muon_ns_steps",
         "allow_untested_optimizer",
         "scheduler.type",
         "scheduler.warmup_num_steps",
@@ -208,7 +212,7 @@ def test_a_key_like_no_other_gets_no_suggestion():
         (lambda: DataConfig(shuffle=1), "data.shuffle: got 1, expected true or false."),
         (
             lambda: OptimizerConfig(type="lamb"),
-            'optimizer.type: got \'lamb\', expected "adamw", "adam", "sgd", "lion" or "adagrad".',
+            'optimizer.type: got \'lamb\', expected "adamw", "adam", "sgd", "lion", "adagrad" or "muon".',
         ),
         (
             lambda: OptimizerConfig(type="lion", eps=1.0),

@@ -36,6 +36,17 @@ OPTIMIZERS = {
         "weight_decay": 0.1,
         "initial_accumulator_value": 0.25,
     },
+    "muon": {
+        "type": "muon",
+        "lr": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+        "muon_nesterov": True,
+        "muon_ns_steps": 5,
+    },
 }
 STEPS = 3
 SEED = 1234
@@ -61,6 +72,7 @@ def reference(
         kept=DTYPES[dtype],
         reduced=DTYPES.get(reduce_dtype),
         accumulated=DTYPES[accumulate_dtype],
+        matrices=matrices(model) if hyper["type"] == "muon" else (),
     )
     for step in range(STEPS):
 
@@ -70,6 +82,13 @@ def reference(
 
         loop.step([lambda j=j: loss(j) for j in range(micro_batches)])
     return [p.detach() for p in model.parameters()]
+
+
+def matrices(model):
+    """What Muon orthogonalises of the toy models: all matrices but the weights of embeddings."""
+    embeddings = [id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [i for i, p in enumerate(params) if p.dim() >= 2 and p.numel() and id(p) not in embeddings]
 
 
 def trained(
@@ -139,9 +158,27 @@ def test_optimizers_and_clipping(optimizer, max_norm, world_size):
 
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["lion", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["lion", "adagrad", "muon"])
 def test_optimizers_in_16_bits(optimizer, dtype, world_size):
     check("wide", hyper=OPTIMIZERS[optimizer], dtype=dtype)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("name", ["cnn", "lstm", "t5"])
+def test_muon_on_matrices_of_all_shapes(name, world_size):
+    check(name, hyper=OPTIMIZERS["muon"])
+
+
+@pytest.mark.ranks(2, 3)
+def test_muon_on_shared_and_on_released_parameters(world_size):
+    check("wide", hyper=OPTIMIZERS["muon"], stages=(1, 2), dtype="bf16", zero={"share_parameters": True})
+    check("wide", hyper=OPTIMIZERS["muon"], stages=(3,), init=True)
+    check("wide", hyper=OPTIMIZERS["muon"], stages=(3, 0), accumulate_dtype="bf16")
+
+
+@pytest.mark.ranks(2, 3)
+def test_muon_without_nesterov_and_with_few_iterations(world_size):
+    check("wide", hyper=OPTIMIZERS["muon"] | {"muon_nesterov": False, "muon_ns_steps": 2})
 
 
 @pytest.mark.ranks(*RANKS)

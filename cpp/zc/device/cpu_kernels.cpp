@@ -57,6 +57,7 @@ OptimizerBuffers buffers_at(const OptimizerBuffers& buffers, std::int64_t offset
   at.param += offset;
   if (at.state1 != nullptr) at.state1 += offset;
   if (at.state2 != nullptr) at.state2 += offset;
+  if (at.direction != nullptr) at.direction += offset;
   if (at.model != nullptr) at.model = static_cast<std::byte*>(at.model) + offset * size_bytes(at.model_dtype);
   return at;
 }
@@ -187,6 +188,21 @@ class CpuKernels final : public Kernels {
   void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars, const math::StepScalars* step,
                const OptimizerBuffers& buffers, Stream) override {
     update_pieces(pieces, scalars, *step, buffers, cpu::adagrad);
+  }
+
+  void muon_momentum(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
+                     const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, *step, buffers, cpu::muon_momentum);
+  }
+
+  void muon(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
+            const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, *step, buffers, cpu::muon);
+  }
+
+  void orthogonalize(float* matrix, std::int64_t rows, std::int64_t columns, int iterations, float* workspace,
+                     Stream) override {
+    cpu::orthogonalize(matrix, rows, columns, iterations, workspace);
   }
 
  private:

@@ -28,5 +28,10 @@ void adam(const math::AdamScalars& scalars, float factor, const OptimizerBuffers
 void sgd(const math::SgdScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 void lion(const math::LionScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
 void adagrad(const math::AdagradScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
+void muon_momentum(const math::MuonScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
+void muon(const math::MuonScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel);
+
+// As Kernels::orthogonalize.
+void orthogonalize(float* matrix, std::int64_t rows, std::int64_t columns, int iterations, float* workspace);
 
 }  // namespace zc::device::cpu

@@ -82,6 +82,29 @@ ZC_ALWAYS_INLINE void one_state_loop(const Scalars& scalars, float factor, const
   });
 }
 
+template <class Model>
+ZC_ALWAYS_INLINE void muon_loop(const math::MuonScalars& scalars, const float* __restrict__ direction,
+                                float* __restrict__ param, ModelPointer<Model> __restrict__ model, std::int64_t numel) {
+  const math::MuonScalars s = scalars;
+  update_loop<Model>(numel, model, [=](std::int64_t i) [[gnu::always_inline]] {
+    float p = param[i];
+    math::muon_element(s, direction[i], p);
+    param[i] = p;
+    return p;
+  });
+}
+
+ZC_TARGET_CLONES void momentum_pass(const math::MuonScalars& scalars, float factor, const float* __restrict__ grad,
+                                    float* __restrict__ momentum, float* __restrict__ direction, std::int64_t numel) {
+  const math::MuonScalars s = scalars;
+  for (std::int64_t i = 0; i < numel; ++i) {
+    float m = momentum[i], d;
+    math::muon_momentum_element(s, grad[i] * factor, m, d);
+    momentum[i] = m;
+    direction[i] = d;
+  }
+}
+
 // One instance for each model dtype. (target_clones does not reach templates, hence a macro.)
 #define ZC_ONE_STATE_LOOP(name, element, Scalars, Model)                                                           \
   ZC_TARGET_CLONES void name(const math::Scalars& scalars, float factor, const OptimizerBuffers& at,               \
@@ -103,7 +126,11 @@ ZC_ALWAYS_INLINE void one_state_loop(const Scalars& scalars, float factor, const
   }                                                                                                               \
   ZC_ONE_STATE_LOOP(momentum_##suffix, sgd_momentum_element, SgdScalars, Model)                                   \
   ZC_ONE_STATE_LOOP(lion_##suffix, lion_element, LionScalars, Model)                                              \
-  ZC_ONE_STATE_LOOP(adagrad_##suffix, adagrad_element, AdagradScalars, Model)
+  ZC_ONE_STATE_LOOP(adagrad_##suffix, adagrad_element, AdagradScalars, Model)                                     \
+  ZC_TARGET_CLONES void muon_##suffix(const math::MuonScalars& scalars, float, const OptimizerBuffers& at,        \
+                                      std::int64_t numel) {                                                       \
+    muon_loop<Model>(scalars, at.direction, at.param, static_cast<ModelPointer<Model>>(at.model), numel);         \
+  }
 
 ZC_OPTIMIZER_LOOPS(in_place, void)
 ZC_OPTIMIZER_LOOPS(f32, float)
@@ -150,6 +177,14 @@ void lion(const math::LionScalars& scalars, float factor, const OptimizerBuffers
 
 void adagrad(const math::AdagradScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
   pick(at, adagrad_in_place, adagrad_f32, adagrad_f16, adagrad_bf16)(scalars, factor, at, numel);
+}
+
+void muon_momentum(const math::MuonScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
+  momentum_pass(scalars, factor, static_cast<const float*>(at.grad), at.state1, at.direction, numel);
+}
+
+void muon(const math::MuonScalars& scalars, float factor, const OptimizerBuffers& at, std::int64_t numel) {
+  pick(at, muon_in_place, muon_f32, muon_f16, muon_bf16)(scalars, factor, at, numel);
 }
 
 }  // namespace zc::device::cpu

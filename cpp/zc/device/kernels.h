@@ -35,8 +35,9 @@ struct OptimizerBuffers {
   float* param = nullptr;  // fp32 parameter or fp32 master
   // Adam, Lion: exp_avg; Adagrad: sum of squares; SGD: momentum buffer (slots without momentum leave it), or null
   float* state1 = nullptr;
-  float* state2 = nullptr;  // Adam: exp_avg_sq
-  void* model = nullptr;    // where the updated parameter goes, rounded to model_dtype; null: param is the model's
+  float* state2 = nullptr;     // Adam: exp_avg_sq
+  float* direction = nullptr;  // Muon: what goes into orthogonalize() and comes out of it
+  void* model = nullptr;       // where the updated parameter goes, rounded to model_dtype; null: param is the model's
   DType model_dtype = DType::kF32;
 };
 
@@ -77,7 +78,25 @@ class Kernels {
                     const OptimizerBuffers& buffers, Stream stream) = 0;
   virtual void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars,
                        const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
+
+  // Muon's two passes over elements: from the gradient to the momentum (state1) and the direction; and, once that is
+  // orthogonalised, from there to the parameter and the model's copy.
+  virtual void muon_momentum(std::span<const Piece> pieces, const math::MuonScalars* scalars,
+                             const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void muon(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
+                    const OptimizerBuffers& buffers, Stream stream) = 0;
+
+  // Newton-Schulz iterations on a whole fp32 matrix, in place (math::kNewtonSchulz). Each element of a product is
+  // summed in ascending order of the inner index, so that the bits depend on the matrix alone. workspace:
+  // orthogonalize_workspace() elements.
+  virtual void orthogonalize(float* matrix, std::int64_t rows, std::int64_t columns, int iterations, float* workspace,
+                             Stream stream) = 0;
 };
+
+inline std::int64_t orthogonalize_workspace(std::int64_t rows, std::int64_t columns) {
+  const std::int64_t least = rows < columns ? rows : columns;
+  return 2 * (rows * columns + least * least);
+}
 
 // The fold, into an accumulator that holds something or, `first`, one that counts as +0.
 inline void fold(Kernels& kernels, std::span<const void* const> in, DType dtype, BufferView acc, bool first,

@@ -10,9 +10,10 @@
 namespace zc::engine {
 namespace {
 
-std::vector<int> group_indices(const std::vector<zero::ParamSpec>& params) {
-  std::vector<int> out;
-  for (const zero::ParamSpec& param : params) out.push_back(param.group);
+std::vector<optim::Optimizer::Slot> optimizer_slots(const std::vector<zero::ParamSpec>& params) {
+  std::vector<optim::Optimizer::Slot> out;
+  for (const zero::ParamSpec& param : params)
+    out.push_back({param.trainable ? param.group : -1, param.rows_by_columns});
   return out;
 }
 
@@ -37,7 +38,7 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
       params_(std::move(params)),
       policy_(zero::StagePolicy::of(options.stage)),
       layout_(params_, comm_->size(), options.bucket_numel),
-      optimizer_(std::move(groups), group_indices(params_)) {
+      optimizer_(std::move(groups), optimizer_slots(params_)) {
   ZC_CHECK(options.stage >= 0 && options.stage <= 3, kInternal, "[engine] ZeRO stage ", options.stage);
   ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers,
            " buffers");
@@ -95,7 +96,7 @@ void StepEngine::allocate_states(int index) {
   const bool gathered = !policy_.shard_grads && comm_->size() > 1;
   bucket.grads = allocate(bucket.master.numel, options_.accumulate_dtype, "gradient_accumulator", gathered);
   bucket.grad_shard = bucket.grads.slice(bucket.shard_offset - bucket.owned_offset, layout.shard_numel);
-  for (int s = 0; s < optimizer_.num_states(); ++s) {
+  for (int s = 0; s < optimizer_.num_states(layout.matrices); ++s) {
     bucket.states[static_cast<std::size_t>(s)] = allocate(bucket.master.numel, DType::kF32, "optimizer_state", false);
   }
 }
@@ -105,6 +106,11 @@ void StepEngine::allocate_states() {
   for (std::size_t b = 0; b < buckets_.size(); ++b) allocate_states(static_cast<int>(b));
   const bool gathers_in_backward =
       std::ranges::any_of(layout_.buckets(), [](const zero::BucketLayout& bucket) { return bucket.sharded; });
+  if (std::ranges::any_of(layout_.buckets(), [](const zero::BucketLayout& bucket) { return bucket.matrices; })) {
+    matrix_update_ = std::make_unique<MatrixUpdate>(
+        *comm_, device_, layout_, buckets_, params_, policy_.shard_optimizer,
+        [&](std::int64_t numel, bool shared) { return allocate(numel, DType::kF32, "matrix_update", shared); });
+  }
   reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options_.reduce_dtype,
                                                  options_.num_grad_buffers, memory_, gathers_in_backward);
 }
@@ -159,9 +165,9 @@ BufferView StepEngine::state(int param, StateKind kind) const {
   ZC_CHECK(spec.trainable, kConfig, "[engine] parameter ", spec.name,
            " is not trained: got a request for its master, optimizer state or gradient, expected one for a trained "
            "parameter. Read the parameter itself.");
-  ZC_CHECK(wanted <= optimizer_.num_states(), kConfig, "[engine] parameter ", spec.name, " has ",
-           optimizer_.num_states(), " optimizer states: got a request for number ", wanted,
-           ". Ask for what this optimizer keeps.");
+  const int num_states = optimizer_.num_states(spec.rows > 0);
+  ZC_CHECK(wanted <= num_states, kConfig, "[engine] parameter ", spec.name, " has ", num_states,
+           " optimizer states: got a request for number ", wanted, ". Ask for what this optimizer keeps.");
   const zero::Bucket& bucket = buckets_[static_cast<std::size_t>(layout_.location(param).bucket)];
   switch (kind) {
     case StateKind::kMaster:
@@ -306,26 +312,21 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
     gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
     gathers_[b].keep(trace::until_dropped("gather", buckets_[b].label, memory_));
   }
+  const auto start_gather = [&](std::size_t b) {  // once what this rank owns of the parameters is updated
+    if (!gathers_after_update(b) || options_.share_parameters) return;
+    gathers_[b] = comm_->all_gather(buckets_[b].params, gather_labels_[b]);
+    gathers_[b].keep(trace::until_dropped("gather", buckets_[b].label, memory_));
+  };
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
     if (!layout_.buckets()[b].trainable) continue;
     if (gather_grads) trace::wait(gathers_[b], gather_labels_[b]);
+    if (layout_.buckets()[b].matrices) continue;
     const trace::Scope scope("update", bucket.label);
-    device::OptimizerBuffers buffers{.grad = bucket.grads.data,
-                                     .grad_dtype = bucket.grads.dtype,
-                                     .param = bucket.master.as<float>(),
-                                     .state1 = bucket.states[0].as<float>(),
-                                     .state2 = bucket.states[1].as<float>(),
-                                     .model_dtype = bucket.params.dtype};
-    if (bucket.params.dtype != DType::kF32) {
-      buffers.model = bucket.params.slice(bucket.owned_offset - bucket.kept_offset, bucket.master.numel).data;
-    }
-    optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, buffers, {});
-    if (gathers_after_update(b) && !options_.share_parameters) {
-      gathers_[b] = comm_->all_gather(bucket.params, gather_labels_[b]);
-      gathers_[b].keep(trace::until_dropped("gather", bucket.label, memory_));
-    }
+    optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, optimizer_buffers(bucket), {});
+    start_gather(b);
   }
+  if (matrix_update_) matrix_update_->run(optimizer_, result.scalars, start_gather);
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     if (gathers_after_update(b)) trace::wait(gathers_[b], gather_labels_[b]);
   }

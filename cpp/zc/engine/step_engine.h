@@ -15,6 +15,7 @@
 
 #include "zc/comm/communicator.h"
 #include "zc/device/device.h"
+#include "zc/engine/matrix_update.h"
 #include "zc/engine/reductions.h"
 #include "zc/optim/optimizer.h"
 #include "zc/zero/bucket.h"
@@ -176,7 +177,8 @@ class StepEngine {
   std::map<std::string, std::int64_t> bytes_;
   std::unique_ptr<zero::GradReducer> reducer_;
   std::unique_ptr<zero::ParamGatherer> gatherer_;
-  std::vector<comm::Work> gathers_;  // one a bucket, reused
+  std::unique_ptr<MatrixUpdate> matrix_update_;  // null: there are no matrices to orthogonalise
+  std::vector<comm::Work> gathers_;              // one a bucket, reused
   std::vector<std::uint8_t> nonfinite_;
 };
 

@@ -139,6 +139,42 @@ ZC_HOST_DEVICE inline void adagrad_element(const AdagradScalars& s, float grad, 
   param = param - s.step_size * (grad / (std::sqrt(sum) + s.eps));
 }
 
+struct MuonHyper {
+  double lr = 0.02, momentum = 0.95, weight_decay = 0;
+  bool nesterov = true;
+  int iterations = 5;  // of Newton-Schulz
+};
+
+struct MuonScalars {
+  float momentum, one_minus_momentum;
+  bool nesterov;
+  float step_size;  // lr * sqrt(max(1, rows / columns))
+  float decay;      // 1 - lr * weight_decay
+};
+
+// rows_by_columns: of the parameter as a matrix.
+ZC_HOST_DEVICE inline MuonScalars muon_scalars(const MuonHyper& h, double rows_by_columns) {
+  const double tall = rows_by_columns > 1 ? std::sqrt(rows_by_columns) : 1;
+  return {static_cast<float>(h.momentum), static_cast<float>(1 - h.momentum), h.nesterov,
+          static_cast<float>(h.lr * tall), static_cast<float>(1 - h.lr * h.weight_decay)};
+}
+
+// Muon (Jordan et al. 2024) in three parts. The first, on one element: the momentum, and the matrix to orthogonalise.
+ZC_HOST_DEVICE inline void muon_momentum_element(const MuonScalars& s, float grad, float& momentum, float& direction) {
+  momentum = s.momentum * momentum + s.one_minus_momentum * grad;
+  direction = s.nesterov ? s.one_minus_momentum * grad + s.momentum * momentum : momentum;
+}
+
+// The second, on a whole matrix X, divided by its Frobenius norm + kNormEps: A = X X^T, B = kNewtonSchulz[1] A +
+// kNewtonSchulz[2] A A, X = kNewtonSchulz[0] X + B X, a few times.
+inline constexpr float kNewtonSchulz[] = {3.4445f, -4.7750f, 2.0315f};
+inline constexpr double kNormEps = 1e-7;
+
+// The third, on one element of what came out.
+ZC_HOST_DEVICE inline void muon_element(const MuonScalars& s, float direction, float& param) {
+  param = s.decay * param - s.step_size * direction;
+}
+
 // Somebody else's optimizer, which updates masters from gradients itself.
 struct ForeignHyper {};
 

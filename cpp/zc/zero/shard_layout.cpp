@@ -31,18 +31,20 @@ ShardLayout::ShardLayout(std::span<const ParamSpec> params, int num_shards, std:
     int bucket = -1;
     std::int64_t cursor = 0;
   };
-  std::map<std::tuple<DType, int, DType, bool, bool>, Open> open_by_key;
+  std::map<std::tuple<DType, int, DType, bool, bool, bool>, Open> open_by_key;
   for (int i = static_cast<int>(params.size()) - 1; i >= 0; --i) {
     const ParamSpec& param = params[static_cast<std::size_t>(i)];
     ZC_CHECK(param.numel >= 0 && is_floating(param.dtype), kInternal, "[zero] parameter ", param.name, " has ",
              param.numel, " elements of ", zc::name(param.dtype));
     ZC_CHECK(!param.sharded || param.unit >= 0, kInternal, "[zero] parameter ", param.name,
              " is sharded without a unit");
-    Open& open = open_by_key[{param.dtype, param.unit, param.compute_dtype, param.sharded, param.trainable}];
+    const bool matrix = param.rows > 0;
+    Open& open = open_by_key[{param.dtype, param.unit, param.compute_dtype, param.sharded, param.trainable, matrix}];
     std::int64_t offset = place(open.cursor, param.numel);
     if (open.bucket < 0 || (open.cursor > 0 && offset + param.numel > bucket_numel)) {
       open.bucket = static_cast<int>(buckets_.size());
-      buckets_.push_back({param.dtype, param.unit, param.compute_dtype, param.sharded, param.trainable, {}, 0, 0});
+      buckets_.push_back(
+          {param.dtype, param.unit, param.compute_dtype, param.sharded, param.trainable, matrix, {}, 0, 0});
       offset = 0;
     }
     buckets_[static_cast<std::size_t>(open.bucket)].placements.push_back({i, offset, param.numel});

@@ -29,6 +29,10 @@ struct ParamSpec {
   DType compute_dtype = DType::kF32;  // with a unit: in which it is used
   bool sharded = false;               // each rank keeps its shard only
   bool trainable = true;              // false: it has neither gradient nor optimizer state
+  // Of a matrix that Muon updates: its rows as it lies in memory, row by row; and rows / columns as the model has it,
+  // which may be the transpose. 0: anything else.
+  std::int64_t rows = 0;
+  double rows_by_columns = 0;
 };
 
 struct Placement {
@@ -43,6 +47,7 @@ struct BucketLayout {
   DType compute_dtype = DType::kF32;
   bool sharded = false;
   bool trainable = true;
+  bool matrices = false;              // that Muon updates: they keep another state than other parameters
   std::vector<Placement> placements;  // by ascending offset
   std::int64_t numel = 0;             // num_shards * shard_numel
   std::int64_t shard_numel = 0;       // a multiple of kBlockNumel
@@ -50,9 +55,9 @@ struct BucketLayout {
 
 class ShardLayout {
  public:
-  // Buckets hold parameters that agree in dtypes, unit, sharded and trainable, in reverse registration order (the order
-  // in which backward produces gradients), and are cut when the next parameter would take them past bucket_numel; a
-  // larger parameter has a bucket of its own.
+  // Buckets hold parameters that agree in dtypes, unit, sharded, trainable and in being matrices, in reverse
+  // registration order (the order in which backward produces gradients), and are cut when the next parameter would take
+  // them past bucket_numel; a larger parameter has a bucket of its own.
   ShardLayout(std::span<const ParamSpec> params, int num_shards, std::int64_t bucket_numel);
 
   int num_shards() const { return num_shards_; }

@@ -22,11 +22,12 @@ from zerocore.config._sections import (
 from zerocore.config._table import TABLE
 from zerocore.config._types import one_of
 
-OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad"}
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad", "muon": "Muon"}
 SCHEDULERS = {name.lower(): name for name in SCHEDULER_KEYS}
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed clips unless told not to
 ADAGRAD = {"lr": 1e-2, "eps": 1e-10}  # DeepSpeed's defaults where ours, which are the same for all optimizers, differ
+MUON = {"lr": 3e-4, "muon_lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-10}
 TORCH_ADAMW_WEIGHT_DECAY = 0.01  # torch.optim.AdamW's default, which "torch_adam" brings with it
 WARMUP_DECAY_MAX_LR = 1e-3  # WarmupLR's default, in contrast, is the optimizer's learning rate
 
@@ -35,6 +36,8 @@ _CONVERTED = {
     "optimizer.type",
     "optimizer.params.adam_w_mode",
     "optimizer.params.torch_adam",
+    "optimizer.params.adam_lr",
+    "optimizer.params.muon_lr",
     "scheduler.type",
     "fp16.enabled",
     "fp16.loss_scale",
@@ -119,6 +122,11 @@ def _check_types(reading: Reading) -> None:
             reading.problems.append(
                 f"{path}: got nothing, expected {one_of(known.values())}. Set it, or remove {section}."
             )
+    if reading.types["optimizer"] == "muon" and reading.values.get("optimizer.params.adam_w_mode") is False:
+        reading.problems.append(
+            "optimizer.params.adam_w_mode: got false, expected true: what Muon does not orthogonalise is updated by "
+            "AdamW. Remove it."
+        )
     scheduler = SCHEDULERS.get(reading.types["scheduler"] or "", "")
     for name in NEEDED.get(scheduler, ()):
         path = f"scheduler.params.{name}"
@@ -130,6 +138,8 @@ def _optimizer(reading: Reading, given: dict[str, Any]) -> OptimizerConfig | Non
     name = reading.types["optimizer"]
     if name is None:
         return None
+    if name == "muon":
+        return _muon(reading.values, given)
     if name not in ("adam", "adamw"):
         return OptimizerConfig(**{"type": name, **(ADAGRAD if name == "adagrad" else {}), **given})
     decoupled = reading.values.get("optimizer.params.adam_w_mode", True)
@@ -139,6 +149,14 @@ def _optimizer(reading: Reading, given: dict[str, Any]) -> OptimizerConfig | Non
     if decoupled and reading.values.get("optimizer.params.torch_adam"):
         given = {"weight_decay": TORCH_ADAMW_WEIGHT_DECAY, **given}
     return OptimizerConfig(type="adamw" if decoupled else "adam", **given)
+
+
+def _muon(values: dict[str, Any], given: dict[str, Any]) -> OptimizerConfig:
+    """`lr` is that of both halves; each may have its own beside it."""
+    lr, momentum = given.get("lr"), given.pop("momentum", None)
+    own = {"lr": values.get("optimizer.params.adam_lr", lr), "muon_lr": values.get("optimizer.params.muon_lr", lr)}
+    own["muon_momentum"] = momentum
+    return OptimizerConfig(**{"type": "muon", **MUON, **given, **{k: v for k, v in own.items() if v is not None}})
 
 
 def _scheduler(reading: Reading, given: dict[str, Any]) -> SchedulerConfig | None:

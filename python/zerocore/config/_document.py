@@ -76,6 +76,8 @@ Defaults on this path are DeepSpeed's where they differ from those above:
 
 - `gradient_clipping` is {_build.GRADIENT_CLIPPING}; 0 switches it off.
 - Optimizer "Adagrad" has `lr` {_build.ADAGRAD["lr"]} and `eps` {_build.ADAGRAD["eps"]}.
+- Optimizer "Muon" has `muon_lr` {_build.MUON["muon_lr"]}, and for AdamW's part `adam_lr` {_build.MUON["lr"]},
+  `betas` {_build.MUON["betas"]} and `eps` {_build.MUON["eps"]}.
 - Optimizer "Adam" decouples weight decay, as AdamW does, unless `adam_w_mode` is false.
 - `torch_adam` with decoupled weight decay makes `weight_decay` {_build.TORCH_ADAMW_WEIGHT_DECAY} unless it is given.
 - `warmup_max_lr` is {_build.WARMUP_DECAY_MAX_LR} for WarmupDecayLR; for WarmupLR it is the optimizer's learning rate.

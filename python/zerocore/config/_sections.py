@@ -35,10 +35,10 @@ from zerocore.config._types import (
 class OptimizerConfig:
     """The optimizer that the engine builds over the model's trainable parameters."""
 
-    type: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = "adamw"
-    """AdamW (decoupled weight decay), Adam (weight decay added to the gradient, L2), SGD, Lion or Adagrad."""
+    type: Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"] = "adamw"
+    """AdamW (decoupled weight decay), Adam (weight decay added to the gradient, L2), SGD, Lion, Adagrad or Muon."""
     lr: NonNegativeFloat = 1e-3
-    """Learning rate."""
+    """Learning rate; muon: of what AdamW updates, which is all but matrices, and embeddings and heads."""
     betas: Betas = (0.9, 0.999)
     """adamw, adam: decay rates of the two moments; lion: of the update's direction and of the moment."""
     eps: NonNegativeFloat = 1e-8
@@ -57,6 +57,14 @@ class OptimizerConfig:
     """adagrad: the learning rate of step t is divided by 1 + (t - 1) lr_decay."""
     initial_accumulator_value: NonNegativeFloat = 0.0
     """adagrad: what the sum of squares starts at."""
+    muon_lr: NonNegativeFloat = 0.02
+    """muon: learning rate of the matrices that are orthogonalised; sqrt(rows / columns) times as much for tall ones."""
+    muon_momentum: NonNegativeFloat = 0.95
+    """muon: momentum of the matrices."""
+    muon_nesterov: Bool = True
+    """muon: orthogonalise the gradient and the momentum, mixed (Nesterov), or the momentum alone."""
+    muon_ns_steps: NonNegativeInt = 5
+    """muon: Newton-Schulz iterations."""
 
     def _contradictions(self) -> Iterator[str]:
         yield from _without_effect(self, "optimizer", _foreign(OPTIMIZER_KEYS, self.type))
@@ -74,6 +82,7 @@ OPTIMIZER_KEYS = {
     "sgd": ("momentum", "dampening", "nesterov"),
     "lion": ("betas",),
     "adagrad": ("eps", "lr_decay", "initial_accumulator_value"),
+    "muon": ("betas", "eps", "bias_correction", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps"),
 }
 
 

@@ -32,8 +32,9 @@ _FILL = Auto.MUST_FILL
 _ADAM = ("adam", "adamw")
 _SGD = ("sgd",)
 _ADAGRAD = ("adagrad",)
-_BETAS = (*_ADAM, "lion")
-_ANY = (*_ADAM, *_SGD, "lion", *_ADAGRAD)
+_MUON = ("muon",)
+_BETAS = (*_ADAM, "lion", *_MUON)
+_ANY = (*_ADAM, *_SGD, "lion", *_ADAGRAD, *_MUON)
 _TORCHS = (*_ADAM, *_SGD, *_ADAGRAD)
 _LR = ("warmuplr", "warmupdecaylr")
 _TOTAL = ("warmupdecaylr", "warmupcosinelr")
@@ -76,14 +77,24 @@ TABLE: tuple[Key, ...] = (
     honoured("optimizer.type", Text, "optimizer.type", auto=_FILL),
     honoured("optimizer.params.lr", NonNegativeFloat, "optimizer.lr", auto=_FILL, only=_ANY),
     honoured("optimizer.params.betas", Betas, "optimizer.betas", only=_BETAS),
-    honoured("optimizer.params.eps", NonNegativeFloat, "optimizer.eps", only=(*_ADAM, *_ADAGRAD)),
+    honoured("optimizer.params.eps", NonNegativeFloat, "optimizer.eps", only=(*_ADAM, *_ADAGRAD, *_MUON)),
     honoured("optimizer.params.weight_decay", NonNegativeFloat, "optimizer.weight_decay", only=_ANY),
-    honoured("optimizer.params.bias_correction", Bool, "optimizer.bias_correction", only=_ADAM),
-    honoured("optimizer.params.adam_w_mode", Bool, "optimizer.type", only=_ADAM),
+    honoured("optimizer.params.bias_correction", Bool, "optimizer.bias_correction", only=(*_ADAM, *_MUON)),
+    honoured("optimizer.params.adam_w_mode", Bool, "optimizer.type", only=(*_ADAM, *_MUON)),
     honoured("optimizer.params.torch_adam", Bool, "optimizer.weight_decay (its default only)", only=_ADAM),
-    honoured("optimizer.params.momentum", NonNegativeFloat, "optimizer.momentum", only=_SGD),
+    honoured(
+        "optimizer.params.momentum",
+        NonNegativeFloat,
+        "optimizer.momentum (Muon: optimizer.muon_momentum)",
+        only=(*_SGD, *_MUON),
+    ),
     honoured("optimizer.params.dampening", Float, "optimizer.dampening", only=_SGD),
     honoured("optimizer.params.nesterov", Bool, "optimizer.nesterov", only=_SGD),
+    honoured("optimizer.params.muon_lr", NonNegativeFloat, "optimizer.muon_lr (params.lr unless given)", only=_MUON),
+    honoured("optimizer.params.adam_lr", NonNegativeFloat, "optimizer.lr (params.lr unless given)", only=_MUON),
+    honoured("optimizer.params.ns_steps", NonNegativeInt, "optimizer.muon_ns_steps", only=_MUON),
+    no_effect("optimizer.params.ns_method", Text, "one method, in fp32", only=_MUON),
+    unavailable("optimizer.params.per_head_muon", "Muon by attention heads", only=_MUON),
     honoured("optimizer.params.lr_decay", NonNegativeFloat, "optimizer.lr_decay", only=_ADAGRAD),
     honoured(
         "optimizer.params.initial_accumulator_value",
@@ -193,7 +204,12 @@ TABLE: tuple[Key, ...] = (
     no_effect("zero_optimization.legacy_stage1", Bool, "there is one stage 1", off=(False,)),
     no_effect("zero_optimization.load_from_fp32_weights", Bool, "master weights are what is loaded", off=(True,)),
     no_effect("zero_optimization.elastic_checkpoint", Bool, "every checkpoint loads on any number of ranks"),
-    no_effect("zero_optimization.save_muon_momentum_buffer_in_memory", Bool, "only Muon reads it", off=(False,)),
+    no_effect(
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        Bool,
+        "the momentum is sharded, in memory",
+        off=(False,),
+    ),
     honoured("zero_optimization.stage3_max_live_parameters", PositiveInt, "zero.max_live_numel"),
     honoured("zero_optimization.stage3_max_reuse_distance", NonNegativeInt, "zero.max_reuse_numel"),
     honoured("zero_optimization.stage3_prefetch_bucket_size", NonNegativeInt, "zero.prefetch_numel"),

@@ -210,6 +210,41 @@ TEST(CpuSgd, MomentumA16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind
 TEST(CpuLion, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kLion, lion_slots()); }
 TEST(CpuAdagrad, A16BitAccumulatorIsTakenAsFp32) { check_all_half_grads(Kind::kAdagrad, adagrad_slots()); }
 
+// Muon's two passes over elements, with every dtype of gradients and of the model.
+template <class Grad, class Model>
+void check_muon() {
+  const std::vector<math::MuonScalars> scalars{math::muon_scalars({.lr = 0.1, .weight_decay = 0.1}, 4),
+                                               math::muon_scalars({.lr = 0.1, .nesterov = false}, 0.5)};
+  const std::vector<Piece> pieces{{64, 64, 0}, {192, 1, 1}, {256, 63, 0}, {1024, 4097, 1}};
+  Fixture<Model> got(6000, 0), expected(6000, 0);
+  Guarded<Grad> grad(6000, 0);
+  for (std::size_t i = 0; i < 6000; ++i) grad[i] = math::from_float<Grad>(got.grad[i]);
+  OptimizerBuffers buffers = got.buffers(Kind::kMomentum);
+  buffers.direction = got.state2.data();
+  buffers.grad = grad.data();
+  buffers.grad_dtype = kDType<Grad>;
+  cpu_kernels().muon_momentum(pieces, scalars.data(), &kStep, buffers, {});
+  cpu_kernels().muon(pieces, scalars.data(), &kStep, buffers, {});
+  for (const Piece& piece : pieces) {
+    const auto& s = scalars[static_cast<std::size_t>(piece.slot)];
+    for (auto i = static_cast<std::size_t>(piece.offset); i < static_cast<std::size_t>(piece.offset + piece.numel);
+         ++i) {
+      math::muon_momentum_element(s, to_float(grad[i]) * kStep.factor, expected.state1[i], expected.state2[i]);
+      math::muon_element(s, expected.state2[i], expected.param[i]);
+      if constexpr (Fixture<Model>::kHasModel) expected.model[i] = math::from_float<Model>(expected.param[i]);
+    }
+  }
+  expect_equal(got, expected);
+}
+
+TEST(CpuMuon, PassesMatchTheFunctors) {
+  check_muon<float, NoModel>();
+  check_muon<float, BF16>();
+  check_muon<float, F16>();
+  check_muon<F16, F16>();
+  check_muon<BF16, float>();
+}
+
 template <class Scalars>
 void check_cuts(Kind kind, const Scalars& scalars) {
   Fixture<BF16> whole(10'007, 0), cut(10'007, 0);

@@ -175,6 +175,20 @@ TEST(Lion, ZeroHasNoSign) {
   EXPECT_EQ(param, 2.5f);
 }
 
+TEST(Muon, MixesGradientAndMomentum) {
+  const MuonScalars scalars = muon_scalars({.lr = 0.5, .momentum = 0.75, .weight_decay = 0.5}, 4);
+  float momentum = 4, direction = 0, param = 8;
+  muon_momentum_element(scalars, 8, momentum, direction);
+  EXPECT_EQ(momentum, 5);       // 0.75 * 4 + 0.25 * 8
+  EXPECT_EQ(direction, 5.75f);  // 0.25 * 8 + 0.75 * 5
+  muon_element(scalars, 2, param);
+  EXPECT_EQ(param, 4);  // (1 - 0.5 * 0.5) * 8 - 0.5 * sqrt(4) * 2
+  const MuonScalars wide = muon_scalars({.lr = 0.5, .momentum = 0.75, .nesterov = false}, 0.25);
+  EXPECT_EQ(wide.step_size, 0.5f);
+  muon_momentum_element(wide, 8, momentum, direction);
+  EXPECT_EQ(direction, momentum);
+}
+
 // torch.optim.Adagrad in double.
 void check_adagrad(const AdagradHyper& h) {
   std::mt19937 random(1);

@@ -77,7 +77,7 @@ void mix(std::vector<ParamSpec>& params, std::mt19937& random) {
 }
 
 TEST(ShardLayoutTest, ParametersThatDifferNeverShareABucket) {
-  const auto base = params_of({100, 100, 100, 100, 100, 100, 100});
+  const auto base = params_of({100, 100, 100, 100, 100, 100, 100, 100});
   auto params = base;
   params[1].dtype = DType::kBF16;
   params[2].unit = 0;
@@ -87,8 +87,9 @@ TEST(ShardLayoutTest, ParametersThatDifferNeverShareABucket) {
   params[5].unit = 1;
   params[5].sharded = true;
   params[6].trainable = false;
+  params[7].rows = 10;
   EXPECT_EQ(ShardLayout(base, 2, 1 << 20).buckets().size(), 1u);
-  EXPECT_EQ(ShardLayout(params, 2, 1 << 20).buckets().size(), 7u);
+  EXPECT_EQ(ShardLayout(params, 2, 1 << 20).buckets().size(), 8u);
 
   std::mt19937 random(3);
   for (int trial = 0; trial < 20; ++trial) {
