@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from zerocore.config import ConfigWarning, SchedulerConfig
-from zerocore.config._sections import SCHEDULER_KEYS
+from zerocore.config._sections import SCHEDULER_KEYS, TORCH_SCHEDULERS
 from zerocore.errors import ConfigError
 
 LrOrList = float | Sequence[float]
@@ -374,7 +376,19 @@ _CYCLE_BETA2 = 0.99
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: Any) -> Any:
-    """The schedule that a configuration asks for, over an optimizer's groups."""
+    """The schedule that a configuration asks for, over an optimizer's groups.
+
+    Raises:
+        ConfigError: torch does not take the arguments of one of its own.
+    """
+    if config.type in TORCH_SCHEDULERS:
+        try:
+            return getattr(torch.optim.lr_scheduler, config.type)(optimizer, **config.torch_params)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"[scheduler] {config.type}: got {config.torch_params}, expected arguments that "
+                f"torch.optim.lr_scheduler.{config.type} takes: {error}. Change them."
+            ) from error
     return _KINDS[config.type](optimizer, **{name: getattr(config, name) for name in _arguments(config.type)})
 
 

@@ -159,6 +159,19 @@ def test_lion_and_adagrad_have_deepspeeds_defaults():
     )
 
 
+def test_schedules_of_torch_take_their_own_arguments():
+    params = {"T_max": 10, "eta_min": 1e-5}
+    assert translated(scheduler={"type": "CosineAnnealingLR", "params": params}).scheduler == SchedulerConfig(
+        type="CosineAnnealingLR", torch_params=params
+    )
+    assert translated(scheduler={"type": "exponentiallr"}).scheduler == SchedulerConfig(type="ExponentialLR")
+    for wrong, text in (
+        ({"T_max": "auto"}, 'scheduler.params.T_max: got "auto", expected a value.'),
+        (3, "params: got 3"),
+    ):
+        assert text in message_of({**BATCH, "scheduler": {"type": "CosineAnnealingLR", "params": wrong}})
+
+
 def test_muon_has_a_learning_rate_for_each_half():
     defaults = {"betas": (0.9, 0.95), "eps": 1e-10}
     muon = translated(optimizer={"type": "Muon"}).optimizer
@@ -503,8 +516,8 @@ def test_what_deepspeed_drops_in_silence_is_said(block, said):
             "dampening, nesterov. Rename or remove it.",
         ),
         (
-            {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}},
-            f'scheduler.type: got "CosineAnnealingLR", expected {one_of(SCHEDULERS.values())}. Pass another schedule '
+            {"scheduler": {"type": "LambdaLR", "params": {"lr_lambda": 10}}},
+            f'scheduler.type: got "LambdaLR", expected {one_of(SCHEDULERS.values())}. Pass another schedule '
             "to Engine(lr_scheduler=...).",
         ),
         (

@@ -20,6 +20,8 @@ from zerocore.config import (
     as_config,
 )
 from zerocore.config._schema import dotted_keys
+from zerocore.config._sections import SCHEDULER_KEYS
+from zerocore.config._types import one_of
 from zerocore.errors import ConfigError, Error
 
 
@@ -80,6 +82,7 @@ def test_the_keys_are_these():
         "scheduler.lr_range_test_step_size",
         "scheduler.lr_range_test_step_rate",
         "scheduler.lr_range_test_staircase",
+        "scheduler.torch_params",
         "scheduler.last_batch_iteration",
         "precision.dtype",
         "precision.compute_dtype",
@@ -238,8 +241,7 @@ def test_a_key_like_no_other_gets_no_suggestion():
         ),
         (
             lambda: SchedulerConfig(),
-            'scheduler.type: got nothing, expected "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle" or '
-            '"LRRangeTest". Set it.',
+            f"scheduler.type: got nothing, expected {one_of(SCHEDULER_KEYS)}. Set it.",
         ),
         (
             lambda: SchedulerConfig(type="WarmupDecayLR"),

@@ -4,6 +4,7 @@ import functools
 import math
 
 import pytest
+import torch
 from zerocore.config import ConfigWarning, SchedulerConfig
 from zerocore.errors import ConfigError
 from zerocore.schedulers import (
@@ -282,6 +283,30 @@ def test_a_run_that_ends_in_the_warmup_is_warned_of():
 )
 def test_a_schedule_is_built_from_the_configuration(config, make):
     assert sequence(functools.partial(build_scheduler, config), 9) == sequence(make, 9)
+
+
+def test_a_schedule_of_torch_is_built_from_the_configuration():
+    def lrs(schedule, optimizer):
+        out = []
+        for _ in range(5):
+            out.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return out
+
+    ours, theirs = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5) for _ in range(2))
+    config = SchedulerConfig(type="MultiStepLR", torch_params={"milestones": [2, 3], "gamma": 0.5})
+    made = lrs(build_scheduler(config, ours), ours)
+    assert (
+        made == lrs(torch.optim.lr_scheduler.MultiStepLR(theirs, [2, 3], 0.5), theirs) == [0.5, 0.5, 0.25, 0.125, 0.125]
+    )
+    for type, params in (("StepLR", {}), ("StepLR", {"step_size": 1, "x": 1}), ("OneCycleLR", {"max_lr": 1.0})):
+        with pytest.raises(ConfigError, match=rf"\[scheduler\] {type}: got .*, expected arguments that torch"):
+            build_scheduler(SchedulerConfig(type=type, torch_params=params), ours)
+    with pytest.raises(ConfigError, match=r"torch_params: got .* expected no value"):
+        SchedulerConfig(type="WarmupLR", torch_params={"x": 1})
+    with pytest.raises(ConfigError, match="last_batch_iteration: got 3, expected no value"):
+        SchedulerConfig(type="StepLR", torch_params={"step_size": 1}, last_batch_iteration=3)
 
 
 def test_what_the_engine_steps():

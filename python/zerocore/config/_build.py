@@ -11,6 +11,7 @@ from zerocore.config._sections import (
     NEEDED,
     NEEDED_VALUES,
     SCHEDULER_KEYS,
+    TORCH_SCHEDULERS,
     ActivationCheckpointingConfig,
     DataConfig,
     LossScaleConfig,
@@ -165,6 +166,8 @@ def _scheduler(reading: Reading, given: dict[str, Any]) -> SchedulerConfig | Non
         return None
     if name == "warmupdecaylr" and "scheduler.params.warmup_max_lr" not in reading.autos:
         given = {"warmup_max_lr": WARMUP_DECAY_MAX_LR, **given}
+    if SCHEDULERS[name] in TORCH_SCHEDULERS:
+        given = {**given, "torch_params": reading.values.get("scheduler.params", {})}
     return SchedulerConfig(**{"type": SCHEDULERS[name], **given})
 
 

@@ -21,6 +21,7 @@ from zerocore.config._keys import Auto, Key, Use
 from zerocore.config._native import Config
 from zerocore.config._problems import ConfigWarning, config_error, nearest, show_json, unknown_key
 from zerocore.config._reading import Reading
+from zerocore.config._sections import TORCH_SCHEDULERS
 from zerocore.config._table import HINTS, TABLE
 from zerocore.config._types import expected, one_of
 
@@ -98,6 +99,8 @@ def _read_section(path: str, value: Any, reading: Reading) -> None:
         reading.values["zero_optimization.stage"] = int(value)
     elif path in ("optimizer.params", "scheduler.params") and reading.types[path.partition(".")[0]] is None:
         return  # the type is unknown, which is reported, so nothing can be said of its parameters
+    elif path == "scheduler.params" and SCHEDULERS[reading.types["scheduler"] or ""] in TORCH_SCHEDULERS:
+        _read_torch_arguments(path, value, reading)
     elif isinstance(value, Mapping):
         said = len(reading.without_effect)
         _walk(value, f"{path}.", reading)
@@ -105,6 +108,19 @@ def _read_section(path: str, value: Any, reading: Reading) -> None:
             del reading.without_effect[said:]  # a block that is off asks for nothing
     elif value is not None:
         reading.problems.append(f"{path}: got {show_json(value)}, expected an object: {_EXAMPLES.get(path, '{...}')}.")
+
+
+def _read_torch_arguments(path: str, value: Any, reading: Reading) -> None:
+    """Those of a schedule of torch, which are torch's to check."""
+    if not isinstance(value, Mapping):
+        reading.problems.append(f"{path}: got {show_json(value)}, expected an object: {{...}}.")
+        return
+    for name, each in value.items():
+        if each == "auto":
+            reading.problems.append(
+                f'{path}.{name}: got "auto", expected a value. Nothing fills "auto" in here; write the value.'
+            )
+    reading.values[path] = dict(value)
 
 
 def _read(key: Key, value: Any, reading: Reading) -> None:

@@ -75,6 +75,7 @@ comments. Whole numbers may be written `5e8`. All problems are reported in one `
 Defaults on this path are DeepSpeed's where they differ from those above:
 
 - `gradient_clipping` is {_build.GRADIENT_CLIPPING}; 0 switches it off.
+- A schedule of torch has torch's defaults; what `scheduler.params` holds is handed to it.
 - Optimizer "Adagrad" has `lr` {_build.ADAGRAD["lr"]} and `eps` {_build.ADAGRAD["eps"]}.
 - Optimizer "Muon" has `muon_lr` {_build.MUON["muon_lr"]}, and for AdamW's part `adam_lr` {_build.MUON["lr"]},
   `betas` {_build.MUON["betas"]} and `eps` {_build.MUON["eps"]}.

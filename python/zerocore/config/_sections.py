@@ -6,6 +6,7 @@ The string below a key is its documentation; docs/configuration.md is made from 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
@@ -86,12 +87,28 @@ OPTIMIZER_KEYS = {
 }
 
 
+# Those of torch.optim.lr_scheduler whose arguments are JSON values.
+TorchScheduler = Literal[
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "StepLR",
+]
+TORCH_SCHEDULERS = typing.get_args(TorchScheduler)
+
+
 @schema("scheduler")
 class SchedulerConfig:
     """A learning-rate schedule, moved on by each applied step. The formulas are in zerocore.schedulers."""
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
-    """After a warm-up: constant; down to warmup_min_lr in a line; down along a cosine. Up and down; up without end."""
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", TorchScheduler]
+    """Warmup*: a warm-up, then constant, down in a line, or down a cosine. OneCycle, LRRangeTest. Or one of torch's."""
     warmup_num_steps: PositiveInt = 1000
     """Warmup*: steps of the warm-up."""
     warmup_type: WarmupType = "log"
@@ -138,11 +155,15 @@ class SchedulerConfig:
     """LRRangeTest: what an interval adds, as a part of lr_range_test_min_lr."""
     lr_range_test_staircase: Bool = False
     """LRRangeTest: add it once an interval; False: a part at each step."""
+    torch_params: dict[str, Any] = field(default_factory=dict)
+    """One of torch's: its arguments."""
     last_batch_iteration: IterationInt = -1
-    """Steps already made, less one; -1 starts afresh."""
+    """Steps already made, less one; -1 starts afresh. Not of torch's, which have last_epoch."""
 
     def _contradictions(self) -> Iterator[str]:
         yield from _without_effect(self, "scheduler", _foreign(SCHEDULER_KEYS, self.type))
+        if self.type in TORCH_SCHEDULERS:
+            yield from _without_effect(self, "scheduler", ("last_batch_iteration",))
         for name in NEEDED.get(self.type, ()):
             if getattr(self, name) is None:
                 yield f"scheduler.{name}: got None, expected {NEEDED_VALUES[name]}. {self.type} needs it."
@@ -162,6 +183,7 @@ SCHEDULER_KEYS = {
     "LRRangeTest": (
         *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase"),
     ),
+    **dict.fromkeys(TORCH_SCHEDULERS, ("torch_params",)),
 }
 NEEDED = {
     "WarmupDecayLR": ("total_num_steps",),
@@ -303,7 +325,10 @@ def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
 
 def _without_effect(config: Any, prefix: str, names: tuple[str, ...]) -> Iterator[str]:
     """Problems for keys that are set although they mean nothing for `config.type`."""
-    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    defaults = {
+        each.name: each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        for each in dataclasses.fields(config)
+    }
     for name in names:
         value = getattr(config, name)
         if value != defaults[name]:
