@@ -93,6 +93,16 @@ py::dict counters(const Communicator& comm) {
   return report;
 }
 
+py::dict traffic(const Communicator& comm) {
+  py::dict report;
+  for (int i = 0; i < zc::comm::kNumOps; ++i) {
+    const auto op = static_cast<zc::comm::Op>(i);
+    const zc::comm::Counter& counter = comm.counters()[static_cast<std::size_t>(i)];
+    report[zc::comm::name(op)] = py::make_tuple(counter.calls, counter.bytes, comm.nanoseconds(op));
+  }
+  return report;
+}
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -152,7 +162,9 @@ void bind_comm(py::module_& m) {
       .def("tell_place", &Communicator::tell_place, py::arg("place"))
       .def("failure", &Communicator::failure, "Why collectives can no longer succeed, or a peer's failure; '' if well.")
       .def("staging_bytes", &Communicator::staging_bytes)
-      .def("counters", &counters, "{operation: {'calls': int, 'elements': int}}");
+      .def("counters", &counters, "{operation: {'calls': int, 'elements': int}}")
+      .def("time_calls", &Communicator::time_calls, "From now on collectives are timed, and those of later splits.")
+      .def("traffic", &traffic, "{operation: (calls, bytes, nanoseconds)}");
 
   m.def(
       "self_communicator",

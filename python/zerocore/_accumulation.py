@@ -195,6 +195,10 @@ class Accumulation:
         divided = self.loop is Loop.PER_STEP or self._is_divided
         return present / self.micro_steps if divided else float(present)
 
+    def loss_divisor(self, losses: int) -> int:
+        """What the sum of so many losses of this step is divided by for their mean; 1 where the user has done so."""
+        return 1 if self.loop is Loop.PER_STEP or self._is_divided else losses
+
     def _present_in(self, micro_step: int) -> int:
         """Micro-batches that are none of fillers."""
         planned = min(max(self._micro_batches - micro_step * self._size, 0), self._size)

@@ -23,6 +23,7 @@ from zerocore._join import Join
 from zerocore._other_state import broadcast, other_state_bytes, share_other_state
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
+from zerocore._reports import Reports, collectives
 from zerocore._saving import Saving
 from zerocore._whole_model import WholeModel
 from zerocore.config import Config, PrecisionConfig, as_config
@@ -108,6 +109,7 @@ class Engine(WholeModel, Saving, Calls):
         check_agreement(self.comm, config=self.config, model=model, optimizer=self._optimizer)
         # What can fail for the user's sake comes first: from here on the model is changed.
         self._statistics = RunningStatistics(model, self.comm, ordered=self.config.buffers == "ordered")
+        self._reports = Reports(self.config, rank=self.rank)
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
         self._scaler = _loss_scaler(self.config.precision)
@@ -148,6 +150,9 @@ class Engine(WholeModel, Saving, Calls):
         self._mean_comm = self.comm.split(0, self.rank)
         self._joining: Join | None = None  # the open join() block
         self._join_comm: _core.Communicator | None = None  # once there was one
+        if self.config.comms_logger:
+            for each in self._comms():
+                each.time_calls()
         self._checkpoints = Checkpoints(self)
         self._undo_checkpointing: Callable[[], None] = lambda: None
         if self.config.activation_checkpointing.enabled:
@@ -175,7 +180,7 @@ class Engine(WholeModel, Saving, Calls):
             self._joining.begin_micro_step()
         with named_generator(self.config.seed, self.global_steps, self._accumulation.micro_batch(), self._forwards):
             self._forwards += 1
-            return self.module(*args, **kwargs)
+            return self._reports.run(self.module, args, kwargs, self.global_steps)
 
     @_profile.phase("backward")
     def backward(
@@ -287,6 +292,7 @@ class Engine(WholeModel, Saving, Calls):
         )
         broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
         self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
+        loss_divisor = sum(self._weights.given) or self._accumulation.loss_divisor(len(self._losses))
         self._accumulation.reset()
         self._applied = not result.skipped
         step, losses = self.global_steps, self._losses
@@ -304,6 +310,13 @@ class Engine(WholeModel, Saving, Calls):
                     optimizer._opt_called = True  # type: ignore[attr-defined]
             if self._scheduler is not None:
                 self._scheduler.step(**(lr_kwargs or {}))
+        self._reports.end_step(
+            losses,
+            loss_divisor=loss_divisor,
+            lr=self.get_lr()[0],
+            loss_scale=None if self._scaler is None else self._scaler.scale,
+            samples=self.global_samples,
+        )
         every = self.config.steps_per_print
         if every is not None and self.global_steps % every == 0 and self.rank == 0:
             logger.info(
@@ -436,6 +449,25 @@ class Engine(WholeModel, Saving, Calls):
                     report.setdefault(op, {"calls": 0, "elements": 0})[name] += value
         return report
 
+    def log_summary(self) -> None:
+        """Prints calls, bytes and time of each kind of collective since the engine was built: rank 0's own.
+
+        Bytes are the payload handed in. A collective's time is that from its call to its end; those that overlap count
+        in full.
+
+        Raises:
+            ConfigError: comms_logger is off.
+        """
+        if not self.config.comms_logger:
+            raise ConfigError(
+                "[engine] log_summary: got no times, expected a configuration with comms_logger. Set "
+                '"comms_logger": {"enabled": true}.'
+            )
+        if self.rank == 0:
+            print(
+                f"[engine] collectives of rank 0 in {self.global_steps} steps\n{collectives(self._comms())}", flush=True
+            )
+
     def profile(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """A block whose steps are recorded, on all ranks, in one file that Perfetto shows. Collective.
 
@@ -514,6 +546,7 @@ class Engine(WholeModel, Saving, Calls):
         self._undo_checkpointing()
         self._params.close()
         self._statistics.close()
+        self._reports.close()
         self._checkpoints.close()
 
     destroy = close

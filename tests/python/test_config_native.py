@@ -118,6 +118,21 @@ def test_the_keys_are_these():
         "data.shuffle",
         "data.drop_last",
         "data.num_workers",
+        "wall_clock_breakdown",
+        "comms_logger",
+        "tensorboard.output_path",
+        "tensorboard.job_name",
+        "csv_monitor.output_path",
+        "csv_monitor.job_name",
+        "wandb.project",
+        "wandb.group",
+        "wandb.team",
+        "flops_profiler.profile_step",
+        "flops_profiler.module_depth",
+        "flops_profiler.top_modules",
+        "flops_profiler.detailed",
+        "flops_profiler.output_file",
+        "flops_profiler.recompute_fwd_factor",
     ]
 
 

@@ -42,14 +42,9 @@ TRAINER = {
 
 # The configurations that are refused once "auto" is filled, with the keys that say why.
 REFUSED = {
-    16: {"wandb"},
     23: {"compression_training"},
-    27: {"scheduler.type"},  # OneCycle
     32: {"scheduler.params.warmup_type"},  # "cosine", which DeepSpeed takes for "log"
-    38: {"flops_profiler"},
-    44: {"comms_logger"},
     45: {"amp", "optimizer.eps", "optimizer.weight_decay"},
-    61: {"tensorboard"},
     67: {"data_efficiency", "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"}
     | {"prescale_gradients", "zero_optimization.stage"},  # a template: "X" stands for a number
     71: {"comms_config", "monitor_config"},
@@ -58,14 +53,11 @@ REFUSED = {
     80: {"pipeline"},
     103: {"data_efficiency"},
     105: {"quantize_training"},
-    108: {"flops_profiler"},
     109: {"scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr"},  # of WarmupCosineLR
-    111: {"comms_logger"},
     120: {"pipeline", "tensor_parallel"},
     127: {"elasticity"},
     132: {"save_interval", "steps_per_print"},
     140: {"monitor_config"},
-    141: {"csv_monitor"},
 }
 
 
@@ -137,6 +129,13 @@ def test_each_is_accepted_or_told_why_not(number, flat):
     if message is not None:  # what nobody has filled is named too
         autos = {path for path, value in flat.items() if value == "auto"}
         assert named_keys(message) <= REFUSED.get(number, set()) | autos
+
+
+def test_seven_in_ten_are_accepted():
+    configs = flat_configs()
+    assert len(configs) == 50
+    accepted = [number for number, flat in configs.items() if refusal(nested(filled(flat))) is None]
+    assert len(accepted) / len(configs) >= 0.7
 
 
 def test_what_comes_later_says_so():

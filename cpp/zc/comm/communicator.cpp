@@ -137,18 +137,37 @@ Work Communicator::barrier(std::string_view label) { return submit({.op = Op::kB
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   Call call{.op = Op::kSplit, .label = "split of a communicator"};
   seal(call);
-  return run_split(call, color, key);
+  auto group = run_split(call, color, key);
+  if (nanoseconds_[0]) group->time_calls();
+  return group;
 }
 
 Work Communicator::submit(Call call) {
   seal(call);
-  return run(call);
+  const auto& nanoseconds = nanoseconds_[static_cast<std::size_t>(call.op)];
+  if (!nanoseconds) return run(call);
+  const auto begin = std::chrono::steady_clock::now();
+  Work work = run(call);
+  work.time_into(nanoseconds, begin);
+  return work;
+}
+
+void Communicator::time_calls() {
+  for (auto& each : nanoseconds_) {
+    if (!each) each = std::make_shared<std::atomic<std::int64_t>>(0);
+  }
+}
+
+std::int64_t Communicator::nanoseconds(Op op) const {
+  const auto& total = nanoseconds_[static_cast<std::size_t>(op)];
+  return total ? total->load() : 0;
 }
 
 void Communicator::seal(Call& call) {
   Counter& counter = counters_[static_cast<std::size_t>(call.op)];
   ++counter.calls;
   counter.elements += call.numel();
+  counter.bytes += call.numel() * size_bytes(call.in.dtype);
 
   call.sequence = ++sequence_;
   std::uint64_t hash = mix(0, call.sequence);

@@ -39,6 +39,7 @@ enum class Departure : std::uint8_t { kEnded, kFailed };
 struct Counter {
   std::int64_t calls = 0;
   std::int64_t elements = 0;  // payload elements handed in: the whole bucket, whatever the number of ranks
+  std::int64_t bytes = 0;     // of these
 };
 
 struct Options {
@@ -126,6 +127,11 @@ class Communicator {
 
   const std::array<Counter, kNumOps>& counters() const { return counters_; }
 
+  // From now on the time from each call to its collective's end is added up, in groups that are split off as well.
+  // What overlaps counts in full. From the thread of the calls.
+  void time_calls();
+  std::int64_t nanoseconds(Op op) const;  // 0 without time_calls(). From any thread
+
  protected:
   Communicator(int rank, int size, Options options);
 
@@ -157,6 +163,7 @@ class Communicator {
   std::atomic<std::int64_t> timeout_ms_;
   std::uint64_t sequence_ = 0;
   std::array<Counter, kNumOps> counters_{};
+  std::array<std::shared_ptr<std::atomic<std::int64_t>>, kNumOps> nanoseconds_{};  // null: not timed
 };
 
 }  // namespace zc::comm

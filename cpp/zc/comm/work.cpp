@@ -43,11 +43,25 @@ void Work::State::complete(std::optional<Error> failure) {
   std::shared_ptr<void> released;  // destroyed outside the lock
   {
     std::lock_guard lock(mutex);
+    timer.stop();
     error = std::move(failure);
     released = std::move(kept);
     done = true;
   }
   finished.notify_all();  // not under the lock, which the woken thread takes first of all
+}
+
+void Work::Timer::stop() const {
+  if (!total) return;
+  *total += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+}
+
+void Work::time_into(std::shared_ptr<std::atomic<std::int64_t>> total, Clock::time_point begin) const {
+  Timer timer{std::move(total), begin};
+  if (!state_) return timer.stop();
+  std::lock_guard lock(state_->mutex);
+  if (state_->done) return timer.stop();
+  state_->timer = std::move(timer);
 }
 
 void Work::wait() const {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,6 +33,14 @@ class Work {
   // Keeps `memory` alive until the collective is done, for a caller that cannot wait itself.
   void keep(std::shared_ptr<void> memory) const;
 
+  // Adds the time from `begin` to the end of the collective to `total`, in nanoseconds, once it is done.
+  void time_into(std::shared_ptr<std::atomic<std::int64_t>> total, std::chrono::steady_clock::time_point begin) const;
+
+  struct Timer {
+    std::shared_ptr<std::atomic<std::int64_t>> total{};  // null: nobody wants to know
+    std::chrono::steady_clock::time_point begin{};
+    void stop() const;
+  };
   struct State {
     std::weak_ptr<Driver> driver{};  // which waiting threads help; empty: none that they could
     std::mutex mutex{};
@@ -39,6 +48,7 @@ class Work {
     std::atomic<bool> done{false};
     std::optional<Error> error{};
     std::shared_ptr<void> kept{};
+    Timer timer{};
     void complete(std::optional<Error> failure = std::nullopt);
   };
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}

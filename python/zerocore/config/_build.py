@@ -13,11 +13,15 @@ from zerocore.config._sections import (
     SCHEDULER_KEYS,
     TORCH_SCHEDULERS,
     ActivationCheckpointingConfig,
+    CsvMonitorConfig,
     DataConfig,
+    FlopsProfilerConfig,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
+    TensorBoardConfig,
+    WandbConfig,
     ZeroConfig,
 )
 from zerocore.config._table import TABLE
@@ -47,6 +51,14 @@ _CONVERTED = {
     "zero_optimization.leaf_module.name_suffixes",
     "activation_checkpointing.number_checkpoints",
 }
+# Blocks that are None unless "enabled".
+_REPORTS = {
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CsvMonitorConfig,
+    "wandb": WandbConfig,
+    "flops_profiler": FlopsProfilerConfig,
+}
+_CONVERTED |= {f"{name}.enabled" for name in _REPORTS}
 # Any of these in DeepSpeed's block means that the model is to be checkpointed.
 _CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
 
@@ -70,6 +82,9 @@ def build(reading: Reading) -> Config | None:
             **native.get("activation_checkpointing", {}),
         ),
         data=DataConfig(**native.get("data", {})),
+        **{
+            name: cls(**native.get(name, {})) for name, cls in _REPORTS.items() if reading.values.get(f"{name}.enabled")
+        },
     )
 
 

@@ -19,10 +19,14 @@ from zerocore.config._sections import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CommConfig,
+    CsvMonitorConfig,
     DataConfig,
+    FlopsProfilerConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
+    TensorBoardConfig,
+    WandbConfig,
     ZeroConfig,
 )
 from zerocore.config._types import Bool, NonNegativeFloat, PositiveInt, SeedInt
@@ -70,6 +74,18 @@ class Config:
     """See below."""
     data: DataConfig = field(default_factory=DataConfig)
     """See below."""
+    wall_clock_breakdown: Bool = False
+    """Print the milliseconds of forward, backward and step every steps_per_print steps (each, without it). Rank 0's."""
+    comms_logger: Bool = False
+    """Time collectives, for Engine.log_summary()."""
+    tensorboard: TensorBoardConfig | None = None
+    """None: off. See below."""
+    csv_monitor: CsvMonitorConfig | None = None
+    """None: off. See below."""
+    wandb: WandbConfig | None = None
+    """None: off. See below."""
+    flops_profiler: FlopsProfilerConfig | None = None
+    """None: off. See below."""
 
     @staticmethod
     def from_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str], *, warn: bool = True) -> Config:

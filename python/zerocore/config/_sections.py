@@ -317,6 +317,56 @@ class DataConfig:
     """Loader processes a rank; 0 loads in the training process."""
 
 
+@schema("tensorboard")
+class TensorBoardConfig:
+    """Losses, learning rates and loss scales for TensorBoard, by samples so far. Rank 0 writes. Needs tensorboard."""
+
+    output_path: str = ""
+    """The folder around the run's; none: the working folder."""
+    job_name: str = "DeepSpeedJobName"
+    """The run's folder."""
+
+
+@schema("csv_monitor")
+class CsvMonitorConfig:
+    """The same in CSV files, one a quantity, with the columns step (samples so far) and value. Rank 0 writes."""
+
+    output_path: str = ""
+    """The folder around the run's; none: the working folder."""
+    job_name: str = "DeepSpeedJobName"
+    """The run's folder."""
+
+
+@schema("wandb")
+class WandbConfig:
+    """The same for Weights & Biases: offline, for `wandb sync`, unless WANDB_MODE says otherwise. Needs wandb."""
+
+    project: str = "deepspeed"
+    """The project."""
+    group: str | None = None
+    """A group of runs."""
+    team: str | None = None
+    """The team, or user, to which the project belongs."""
+
+
+@schema("flops_profiler")
+class FlopsProfilerConfig:
+    """Prints parameters, FLOPs and latency of one forward by module. Rank 0 prints its own."""
+
+    profile_step: IterationInt = 1
+    """The forward that begins the step after so many steps is profiled; -1: none."""
+    module_depth: IterationInt = -1
+    """Modules down to this depth are printed, the model being 0; -1: all."""
+    top_modules: PositiveInt = 1
+    """So many modules with most parameters, FLOPs and latency are named at each depth."""
+    detailed: Bool = True
+    """Print the tree of modules as well."""
+    output_file: str | None = None
+    """The file to write; None: print."""
+    recompute_fwd_factor: NonNegativeFloat = 0.0
+    """Forwards that the backward runs again, for the estimate of a whole step's FLOPs."""
+
+
 def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
     """The keys of the other types."""
     every = dict.fromkeys(name for names in keys.values() for name in names)

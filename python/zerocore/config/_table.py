@@ -48,6 +48,7 @@ _OFFLOAD_PARAM = "zero_optimization.offload_param"
 _ON_CPU = "engines run on the CPU in this version, so all states lie in host memory"
 _AIO = "only offload to NVMe reads it"
 _SCALE = "bf16 needs no loss scale"
+_COMMS = "every collective is counted"
 _TORCH = "the optimizer is fused and has no such variants"
 
 # Of the two offload blocks: name, type, why nothing is lost.
@@ -284,19 +285,35 @@ TABLE: tuple[Key, ...] = (
     unavailable_block("curriculum_learning", "curriculum learning"),
     # Reports
     honoured("steps_per_print", LogSteps, "steps_per_print"),
-    no_effect("wall_clock_breakdown", Bool, "there are no timers", off=(False,)),
+    honoured("wall_clock_breakdown", Bool, "wall_clock_breakdown"),
     no_effect("memory_breakdown", Bool, "Engine.memory_report() tells", off=(False,)),
     no_effect("dump_state", Bool, "print Config.describe()", off=(False,)),
     no_effect("log_level", Text, 'set the level of logging.getLogger("zerocore")'),
     no_effect("disable_python_gc", Bool, "garbage collection is left alone", off=(False,)),
     no_effect("vocabulary_size", NonNegativeInt, "DeepSpeed only warns by it"),
-    no_effect("timers", None, "there are no timers"),
-    unavailable_block("tensorboard", "the TensorBoard monitor"),
-    unavailable_block("wandb", "the Weights & Biases monitor"),
-    unavailable_block("csv_monitor", "the CSV monitor"),
+    no_effect("timers", None, "wall_clock_breakdown prints times, Engine.profile() shows them"),
+    *(honoured(f"{name}.enabled", Bool, f"{name} (false: None)") for name in ("tensorboard", "csv_monitor", "wandb")),
+    *(
+        honoured(f"{block}.{name}", Text, f"{block}.{name}")
+        for block in ("tensorboard", "csv_monitor")
+        for name in ("output_path", "job_name")
+    ),
+    honoured("wandb.project", Text, "wandb.project"),
+    honoured("wandb.group", Text | None, "wandb.group"),
+    honoured("wandb.team", Text | None, "wandb.team"),
     unavailable_block("comet", "the Comet monitor"),
-    unavailable_block("flops_profiler", "the flops profiler"),
-    unavailable_block("comms_logger", "the communication logger (Engine.comm_report() counts)"),
+    honoured("flops_profiler.enabled", Bool, "flops_profiler (false: None)"),
+    honoured("flops_profiler.profile_step", IterationInt, "flops_profiler.profile_step"),
+    honoured("flops_profiler.module_depth", IterationInt, "flops_profiler.module_depth"),
+    honoured("flops_profiler.top_modules", PositiveInt, "flops_profiler.top_modules"),
+    honoured("flops_profiler.detailed", Bool, "flops_profiler.detailed"),
+    honoured("flops_profiler.output_file", Text | None, "flops_profiler.output_file"),
+    honoured("flops_profiler.recompute_fwd_factor", NonNegativeFloat, "flops_profiler.recompute_fwd_factor"),
+    honoured("comms_logger.enabled", Bool, "comms_logger"),
+    no_effect("comms_logger.verbose", Bool, "Engine.profile() shows each collective", off=(False,)),
+    no_effect("comms_logger.prof_all", Bool, _COMMS, off=(True,)),
+    no_effect("comms_logger.prof_ops", Names, _COMMS, off=([],)),
+    no_effect("comms_logger.debug", Bool, "collectives have labels as it is", off=(False,)),
     # Activation checkpointing
     honoured(
         "activation_checkpointing.partition_activations",
@@ -325,7 +342,7 @@ TABLE: tuple[Key, ...] = (
         "copies to host memory are ordered with the computation",
         off=(False,),
     ),
-    no_effect("activation_checkpointing.profile", Bool, "there are no timers", off=(False,)),
+    no_effect("activation_checkpointing.profile", Bool, "Engine.profile() shows times", off=(False,)),
     # Other capabilities
     *(
         no_effect(f"aio.{name}", type, _AIO)
