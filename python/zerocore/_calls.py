@@ -12,6 +12,7 @@ import torch
 from zerocore import _data, zero
 from zerocore._accumulation import Accumulation
 from zerocore._optimizer import Optimizer
+from zerocore._params import DTYPES
 from zerocore._part import EnginePart
 from zerocore._units import has_forward, original
 from zerocore.config._batch import resolve_batch
@@ -94,6 +95,64 @@ class Calls(EnginePart):
     @property
     def is_compiled(self) -> bool:
         return getattr(self, "_is_compiled", False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Calls:
+        """Returns the engine, whose parameters are on their device and in their dtype; other ones are refused.
+
+        Raises:
+            UnsupportedError: another device than `engine.device`, or dtype than the one parameters are used in.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        used = DTYPES[self._computes_in()]
+        if (device is not None and device.type != "cpu") or dtype not in (None, used):
+            raise UnsupportedError(
+                f"[engine] to: got {device or ''} {dtype or ''}, expected cpu and {used}: an engine's parameters stay "
+                "where it has put them. Choose the dtype by the precision config."
+            )
+        return self
+
+    def empty_partition_cache(self) -> None:
+        """Releases what stage 3 keeps gathered for its next use, say after an evaluation. To be called on all ranks.
+
+        Raises:
+            ConfigError: between backward() and step(), which needs it.
+        """
+        if self._params.gradients.in_micro_step:
+            raise ConfigError(
+                "[engine] empty_partition_cache: got a call between backward() and step(), expected one outside of a "
+                "micro-step. Call it after step()."
+            )
+        self._params.gatherer.invalidate()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> _data.MicroBatchLoader:
+        """A loader of this rank's micro-batches of a data set, as Engine(training_data=...) makes one.
+
+        Args:
+            batch_size: None, or samples a micro-batch as configured.
+            route, data_sampler: must be "train" and None: the engine deals samples in its own order.
+            pin_memory, num_local_io_workers: no effect; data.num_workers counts.
+        """
+        for name, got, expected in (
+            ("batch_size", batch_size, (None, self.config.micro_batch_size)),
+            ("route", route, ("train",)),
+            ("data_sampler", data_sampler, (None,)),
+        ):
+            if got not in expected:
+                raise UnsupportedError(
+                    f"[engine] deepspeed_io: {name}: got {got!r}, expected {expected[-1]!r}. Use a loader of your own."
+                )
+        return _data.make_loader(
+            dataset, config=self.config, rank=self.rank, world_size=self.comm.size, collate_fn=collate_fn
+        )
 
     # Batch sizes
 

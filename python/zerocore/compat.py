@@ -130,6 +130,7 @@ def _modules() -> dict[str, types.ModuleType]:
         ),
         "deepspeed.utils": _module("utils", _named(utils, utils.__all__)),
         "deepspeed.utils.logging": utils,
+        "deepspeed.utils.zero_to_fp32": utils,
         "deepspeed.zero": zero,
     }
     for name, module in found.items():

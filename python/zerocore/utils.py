@@ -6,18 +6,22 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _params, _units
+from zerocore import _comm, _core, _engine_state, _load, _params, _units
 from zerocore.errors import ConfigError
 
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",
+    "load_state_dict_from_zero_checkpoint",
     "log_dist",
     "logger",
     "params_sha256",
@@ -39,6 +43,62 @@ __all__ = [
 ]
 
 logger = logging.getLogger("zerocore")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, trained ones in fp32, and buffers, for a plain model. Local; needs no engine.
+
+    It takes the memory of all of them; `zerocore export` writes them to files in little.
+
+    Args:
+        checkpoint_dir: a checkpoint, or the folder that holds several.
+        tag: the one among several; by default the one that `latest` names, or the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = Path(checkpoint_dir)
+    checkpoint = _load.open_checkpoint(folder if tag is None else folder / tag)
+    roles = ("trained", "buffer") if exclude_frozen_parameters else ("trained", "frozen", "buffer")
+    state: dict[str, torch.Tensor] = {}
+    for entry in checkpoint.manifest.entries:
+        if entry.role not in roles:
+            continue
+        part = entry.part(_engine_state.MASTER) or entry.part(_engine_state.VALUE)
+        assert part is not None
+        dtype = _engine_state.TORCH_DTYPES[part.dtype]
+        flat = torch.frombuffer(checkpoint.read_part(entry, part), dtype=dtype) if entry.numel else torch.empty(0)
+        order = list(range(len(entry.shape))) if entry.order is None else entry.order
+        value = flat.to(dtype).view([entry.shape[d] for d in order])
+        value = value.permute([order.index(d) for d in range(len(order))])
+        state |= dict.fromkeys([entry.name, *entry.ties], value)
+    return state
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> torch.nn.Module:
+    """Loads a checkpoint's weights and buffers into a plain model, which is returned. Local.
+
+    What only one of the two has is listed in a warning.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    report = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    if report.missing_keys or report.unexpected_keys:
+        logger.warning(
+            "[ckpt] %s: %d names of the model are not in the checkpoint (first %s), %d of the checkpoint's not in the "
+            "model (first %s).",
+            checkpoint_dir,
+            len(report.missing_keys),
+            report.missing_keys[:3],
+            len(report.unexpected_keys),
+            report.unexpected_keys[:3],
+        )
+    return model
 
 
 def params_sha256(module: torch.nn.Module) -> str:

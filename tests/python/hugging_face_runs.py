@@ -69,7 +69,7 @@ def token_data(samples):
 # Trainer
 
 
-def deepspeed_config(stage, *, optimizer, scheduler=None):
+def deepspeed_config(stage, *, optimizer=True, scheduler=None):
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -86,7 +86,8 @@ def deepspeed_config(stage, *, optimizer, scheduler=None):
         params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         config["optimizer"] = {"type": "AdamW", "params": params}
     if scheduler is not None:
-        names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        names = ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps"]
+        names += ["total_num_steps"] * (scheduler == "WarmupDecayLR")
         config["scheduler"] = {"type": scheduler, "params": dict.fromkeys(names, "auto")}
     return config
 
@@ -97,6 +98,14 @@ class CallOnStepEnd(TrainerCallback):
 
     def on_step_end(self, args, state, control, **others):
         self.call(state.global_step)
+
+
+def accelerate_config(stage):
+    """What Accelerate fills is less: it knows a model's size from Hugging Face's configuration only."""
+    config = deepspeed_config(stage, scheduler="WarmupLR")
+    config["zero_optimization"]["reduce_bucket_size"] = 1000
+    del config["optimizer"]["params"]["betas"], config["optimizer"]["params"]["eps"]
+    return config | {"gradient_accumulation_steps": 2}
 
 
 def run_trainer(name, *, deepspeed=None, weight_decay=0.0, dropout=0.0, resume=False, lora=False):
@@ -174,20 +183,27 @@ class Regression(nn.Module):
         return self.net(x)
 
 
-def run_accelerate(name, *, stage=None, dropout=0.0):
+def run_accelerate(name, *, stage=None, dropout=0.0, config=None):
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(0)
     model = Regression(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if config is not None:  # which names both
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.1)
+        scheduler = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
     data = TensorDataset(torch.randn(48, 8), torch.randn(48, 3))
     if stage is None:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     else:
         from accelerate import DeepSpeedPlugin
 
-        plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=CLIP)
+        plugin = DeepSpeedPlugin(
+            hf_ds_config=config, zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=CLIP
+        )
         plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         accelerator = Accelerator(deepspeed_plugin=plugin)
     model, optimizer, loader, scheduler = accelerator.prepare(
@@ -215,8 +231,16 @@ def run_accelerate(name, *, stage=None, dropout=0.0):
     folder = FOLDER / f"{KIND}-{name}"
     accelerator.save_state(str(folder))
     epoch()
-    result = {"ranks": accelerator.num_processes, "losses": list(losses), "norms": list(norms), "state": trained()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    result = {
+        "rates": rates,
+        "ranks": accelerator.num_processes,
+        "losses": list(losses),
+        "norms": list(norms),
+        "state": trained(),
+    }
     if stage is not None:
+        result["filled"] = plugin.deepspeed_config
         assert accelerator.unwrap_model(model) is model.module
         accelerator.load_state(str(folder))
         epoch()
@@ -238,11 +262,11 @@ def main():
         results["accelerate"] = run_accelerate("accelerate")
     else:
         for stage in (2, 3):
-            given = deepspeed_config(stage, optimizer=True)
+            given = deepspeed_config(stage)
             results[f"trainer {stage}"] = run_trainer(f"trainer-{stage}", deepspeed=given)
             given = deepspeed_config(stage, optimizer=False)
             results[f"trainer decay {stage}"] = run_trainer(f"decay-{stage}", deepspeed=given, weight_decay=0.5)
-            given = deepspeed_config(stage, optimizer=True, scheduler="WarmupDecayLR")
+            given = deepspeed_config(stage, scheduler="WarmupDecayLR")
             for resume in (False, True):
                 results[f"dropout {stage} {resume}"] = run_trainer(
                     f"dropout-{stage}", deepspeed=given, dropout=0.25, resume=resume
@@ -254,6 +278,9 @@ def main():
                     f"dropout-lora-{stage}", deepspeed=given, lora=True, dropout=0.25, resume=resume
                 )
             results[f"accelerate {stage}"] = run_accelerate(f"accelerate-{stage}", stage=stage)
+            results[f"accelerate config {stage}"] = run_accelerate(
+                f"accelerate-config-{stage}", stage=stage, config=accelerate_config(stage)
+            )
             results[f"accelerate dropout {stage}"] = run_accelerate(
                 f"accelerate-dropout-{stage}", stage=stage, dropout=0.25
             )

@@ -424,3 +424,65 @@ def test_small_helpers(caplog):
     with utils.OnDevice(dtype=torch.bfloat16, device="meta"):
         weight = nn.Linear(2, 2).weight
     assert (weight.device.type, weight.dtype, torch.get_default_dtype()) == ("meta", torch.bfloat16, torch.float32)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_a_checkpoint_for_a_plain_model(stage, folder, world_size):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].to(memory_format=torch.channels_last)
+    model[4].weight = model[3].weight
+    model[3].bias.requires_grad_(False)
+    engine = zerocore.Engine(model, config(zero_optimization={"stage": stage}, bf16={"enabled": True}))
+    for _ in range(2):
+        engine.backward(engine(torch.rand(2, 3, 4, 4).bfloat16()).float().square().mean())
+        engine.step()
+    engine.save_checkpoint(folder, tag="mine")
+    state = utils.get_fp32_state_dict_from_zero_checkpoint(folder, tag="mine")
+    assert state.keys() == model.state_dict(keep_vars=True).keys() and state["0.weight"].dtype == torch.float32
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad:
+            assert torch.equal(state[name], utils.safe_get_full_fp32_param(param)), name
+    assert torch.equal(state["1.running_mean"], model[1].running_mean)
+    assert "3.bias" not in utils.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 16))
+    assert utils.load_state_dict_from_zero_checkpoint(plain, folder) is plain
+    assert all(torch.equal(value.to(state[name].dtype), state[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.ranks(2)
+def test_what_is_gathered_can_be_released(world_size):
+    keys = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = zerocore.Engine(nn.Linear(40, 40), config(zero_optimization=keys))
+    with torch.no_grad():
+        engine(torch.ones(1, 40))
+        once = engine(torch.ones(1, 40))
+        engine.empty_partition_cache()
+        assert engine._params.core.live_numel() == 0
+        assert torch.equal(engine(torch.ones(1, 40)), once)
+    engine.backward(engine(torch.ones(1, 40)).sum())
+    with pytest.raises(ConfigError, match="empty_partition_cache: got a call between backward"):
+        engine.empty_partition_cache()
+    engine.step()
+
+
+def test_a_loader_made_by_the_engine():
+    engine = zerocore.Engine(one_weight(), config(train_micro_batch_size_per_gpu=2))
+    batches = list(engine.deepspeed_io([torch.full((1,), float(i)) for i in range(6)]))
+    assert len(batches) == 3 and sorted(torch.cat(batches).flatten().tolist()) == [0, 1, 2, 3, 4, 5]
+    for wrong in ({"batch_size": 3}, {"route": "eval"}, {"data_sampler": [0]}):
+        with pytest.raises(UnsupportedError, match=rf"deepspeed_io: {next(iter(wrong))}: got"):
+            engine.deepspeed_io([torch.ones(1)], **wrong)
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_stays_where_it_is(world_size):
+    keys = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = zerocore.Engine(nn.Linear(40, 40), config(zero_optimization=keys, bf16={"enabled": True}))
+    assert (
+        engine.to(engine.device) is engine.to(torch.bfloat16) is engine.to(device="cpu", dtype=torch.bfloat16) is engine
+    )
+    for wrong in ("cuda", torch.float32):
+        with pytest.raises(UnsupportedError, match=r"\[engine\] to: got .*, expected cpu and torch.bfloat16"):
+            engine.to(wrong)

@@ -111,8 +111,16 @@ def test_accelerate_has_the_losses_that_it_has_without_deepspeed(runs, n, stage)
 @pytest.mark.parametrize("n", [1, 2])
 def test_accelerate_that_loads_its_state_goes_on_with_the_same_bits(runs, n, stage):
     _, ours = runs(n)
-    for name in (f"accelerate {stage}", f"accelerate dropout {stage}"):
+    for name in (f"accelerate {stage}", f"accelerate dropout {stage}", f"accelerate config {stage}"):
         assert ours[name]["again"] == ours[name]["state"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accelerate_fills_auto(runs, stage):
+    _, ours = runs(2)
+    run = ours[f"accelerate config {stage}"]
+    assert run["filled"]["train_batch_size"] == 16 and run["filled"]["optimizer"]["params"]["weight_decay"] == 0.1
+    assert run["filled"]["scheduler"]["params"]["warmup_max_lr"] == 0.01 == run["rates"][0]
 
 
 # install()
@@ -151,6 +159,7 @@ def test_deepspeed_is_there_where_install_was_called():
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import logger, safe_get_full_grad, set_z3_leaf_modules
         from deepspeed.utils.logging import log_dist
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(VALID_LR_SCHEDULES)
         bucket = torch.zeros(10)
         copies = clone_tensors_for_torch_save({"a": bucket[:2], "b": [bucket[2:3], 7]})
