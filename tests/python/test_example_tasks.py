@@ -61,3 +61,12 @@ def test_the_recommender_finds_what_goes_together(mpirun):
     output = run(mpirun, 2, "recommender.py", "--epochs", 1)
     hits, by_chance = re.search(r"(\d+) of .*\(by chance ([\d.]+)\)", output).groups()
     assert int(hits) > 5 * float(by_chance), output
+
+
+def test_hugging_face_trainer_goes_on_where_it_was(mpirun, tmp_path):
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    flags = ["--out", tmp_path / "run", "--samples", 256, "--held-out", 64]
+    run(mpirun, 2, "hf_trainer.py", *flags)
+    output = run(mpirun, 2, "hf_trainer.py", *flags, "--epochs", 2)
+    assert "'epoch': '1'" not in output  # it is not trained again
+    assert int(re.search(r"(\d+) of 64 held-out texts right", output)[1]) >= 56, output
