@@ -140,7 +140,7 @@ class MuonHyper:
 class ForeignHyper:
     def __init__(self) -> None: ...
 
-Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | MuonHyper | ForeignHyper
+_Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | MuonHyper | ForeignHyper
 
 def update_adam(
     hyper: AdamHyper,
@@ -218,7 +218,7 @@ class StepEngine:
         *,
         comm: Communicator,
         params: Sequence[ParamSpec],
-        groups: Sequence[Hyper],
+        groups: Sequence[_Hyper],
         stage: SupportsIndex,
         bucket_numel: SupportsIndex,
         num_grad_buffers: SupportsIndex,
@@ -270,7 +270,7 @@ class StepEngine:
     def end_micro_step(self) -> list[int]: ...
     def step(
         self,
-        groups: Sequence[Hyper],
+        groups: Sequence[_Hyper],
         *,
         divisor: SupportsFloat,
         max_norm: SupportsFloat,

@@ -103,7 +103,7 @@ class WarmupLR(_Warmup):
         optimizer: has `param_groups`, dicts with "lr".
         warmup_min_lr: learning rate at the start; a list has one a group.
         warmup_max_lr: learning rate after the warm-up; a list has one a group, None takes each group's own.
-        warmup_num_steps: iterations of the warm-up; 1 counts as 2.
+        warmup_num_steps: iterations of the warm-up; 0 and 1 count as 2.
         warmup_type: "log", log(1 + i) / log(warmup_num_steps) at iteration i, or "linear", i / warmup_num_steps.
         last_batch_iteration: iterations already made, less one; -1 starts afresh.
 

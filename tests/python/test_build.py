@@ -62,7 +62,7 @@ def names(nodes):
 def test_stub_names_what_the_module_has():
     stub = ast.parse((ROOT / "python/zerocore/_core.pyi").read_text()).body
     module = {name for name in vars(zerocore._core) if not name.startswith("_")}
-    assert names(stub) == module
+    assert {name for name in names(stub) if not name.startswith("_")} == module
     for node in stub:
         real = getattr(zerocore._core, getattr(node, "name", ""), None)
         if isinstance(node, ast.ClassDef) and not hasattr(real, "__members__"):

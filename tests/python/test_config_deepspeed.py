@@ -534,8 +534,8 @@ def test_what_deepspeed_drops_in_silence_is_said(block, said):
             'scheduler.params.warmup_type: got "cosine", expected "log" or "linear".',
         ),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
-            "scheduler.params.warmup_num_steps: got 0, expected an integer >= 1.",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
+            "scheduler.params.warmup_num_steps: got -1, expected an integer >= 0.",
         ),
         ({"steps_per_print": "epoch"}, 'steps_per_print: got "epoch", expected an integer >= 1.'),
         (

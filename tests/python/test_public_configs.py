@@ -49,7 +49,6 @@ REFUSED = {
     | {"prescale_gradients", "zero_optimization.stage"},  # a template: "X" stands for a number
     71: {"comms_config", "monitor_config"},
     75: {"fp16.auto_cast", "fp16.enabled"},  # "true"
-    78: {"optimizer.type"},  # Muon
     80: {"pipeline"},
     103: {"data_efficiency"},
     105: {"quantize_training"},

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from zerocore.config import ConfigWarning, SchedulerConfig
+from zerocore.config import Config, ConfigWarning, SchedulerConfig
 from zerocore.errors import ConfigError
 from zerocore.schedulers import (
     LRRangeTest,
@@ -217,7 +217,7 @@ def test_a_resumed_schedule_goes_on_as_if_never_stopped(make):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda o: WarmupLR(o, warmup_num_steps=0), "scheduler.warmup_num_steps: got 0, expected an integer >= 1."),
+        (lambda o: WarmupLR(o, warmup_num_steps=-1), "scheduler.warmup_num_steps: got -1, expected an integer >= 0."),
         (
             lambda o: WarmupLR(o, warmup_type="cosine"),
             'scheduler.warmup_type: got \'cosine\', expected "log" or "linear".',
@@ -323,3 +323,13 @@ def test_what_the_engine_steps():
             ConfigError, match=r"\[scheduler\] lr_scheduler: got (int|NoneType), expected an object with"
         ):
             build(wrong, None, optimizer)
+
+
+def test_no_warm_up_counts_as_two_steps():
+    """Trainer fills "auto" with 0 where no warm-up was asked for; DeepSpeed takes 2 then."""
+    sequences = [sequence(functools.partial(WarmupLR, warmup_max_lr=1.0, warmup_num_steps=n), 4) for n in (0, 1, 2)]
+    assert sequences[0] == sequences[1] == sequences[2]
+    config = Config.from_deepspeed(
+        {"train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
+    )
+    assert config.scheduler.warmup_num_steps == 0

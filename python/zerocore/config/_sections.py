@@ -109,7 +109,7 @@ class SchedulerConfig:
 
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", TorchScheduler]
     """Warmup*: a warm-up, then constant, down in a line, or down a cosine. OneCycle, LRRangeTest. Or one of torch's."""
-    warmup_num_steps: PositiveInt = 1000
+    warmup_num_steps: NonNegativeInt = 1000
     """Warmup*: steps of the warm-up."""
     warmup_type: WarmupType = "log"
     """Warmup*: shape of the warm-up."""

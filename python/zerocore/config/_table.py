@@ -126,7 +126,9 @@ TABLE: tuple[Key, ...] = (
     honoured("scheduler.type", Text, "scheduler.type", auto=_FILL),
     honoured("scheduler.params.warmup_min_lr", LrOrList, "scheduler.warmup_min_lr", only=_LR),
     honoured("scheduler.params.warmup_max_lr", LrOrList, "scheduler.warmup_max_lr", only=_LR),
-    honoured("scheduler.params.warmup_num_steps", PositiveInt, "scheduler.warmup_num_steps", auto=_FILL, only=_WARMUP),
+    honoured(
+        "scheduler.params.warmup_num_steps", NonNegativeInt, "scheduler.warmup_num_steps", auto=_FILL, only=_WARMUP
+    ),
     honoured("scheduler.params.warmup_type", WarmupType, "scheduler.warmup_type", only=_WARMUP),
     honoured("scheduler.params.total_num_steps", PositiveInt, "scheduler.total_num_steps", auto=_FILL, only=_TOTAL),
     honoured("scheduler.params.warmup_min_ratio", Ratio, "scheduler.warmup_min_ratio", only=_COSINE),
