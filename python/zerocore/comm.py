@@ -40,7 +40,7 @@ def init_distributed(
 ) -> None:
     """Makes torch.distributed's default group, over the ranks that MPI started. Collective; done once, then nothing.
 
-    Also sets what such jobs have in the environment and find nothing in: RANK, WORLD_SIZE, LOCAL_RANK.
+    Also sets what other launchers have in the environment: RANK, WORLD_SIZE, LOCAL_RANK.
 
     Args:
         dist_backend: "gloo", or anything, which is then said and taken as "gloo": parameters are on the CPU.
@@ -74,10 +74,16 @@ def init_distributed(
         return
     if dist_backend not in (None, BACKEND) and world.rank == 0:
         logger.warning("[comm] init_distributed: got backend %r; %r is used, on the CPU.", dist_backend, BACKEND)
-    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", _comm.local_rank())):
-        os.environ.setdefault(name, str(value))
+    tell_environment()
     wait = timeout if timeout is not None else datetime.timedelta(milliseconds=world.timeout_ms)
     _dist.init_process_group(BACKEND, store=_meet(world, wait), rank=world.rank, world_size=world.size, timeout=wait)
+
+
+def tell_environment() -> None:
+    """Sets RANK, WORLD_SIZE and LOCAL_RANK to what MPI says, whatever the process that started the job had there."""
+    world = _comm.world()
+    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", _comm.local_rank())):
+        os.environ[name] = str(value)
 
 
 def _meet(world: _core.Communicator, timeout: datetime.timedelta) -> Any:

@@ -192,9 +192,10 @@ def _adapt_accelerate() -> None:
 
     @functools.wraps(prepare)
     def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+            return prepare(self, *args, **kwargs)
+        comm.tell_environment()  # where Accelerate looks for the ranks
         backend, kind = prepare(self, *args, **kwargs)
-        if backend is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            backend = comm.BACKEND
-        return backend, kind
+        return comm.BACKEND if backend is None else backend, kind
 
     state._prepare_backend = prepare_backend

@@ -19,6 +19,7 @@ GRACE_S = 20.0  # how long a rank waits for the others' outcomes of a test that 
 TAIL_LINES = 40
 
 # Open MPI refuses more ranks than cores, and root, unless told otherwise. MPICH does not look at these.
+OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # which init_distributed() has set here, perhaps
 OPEN_MPI_ENV = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 if os.getuid() == 0:
     OPEN_MPI_ENV |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -52,7 +53,7 @@ def start_ranks(n, command, output, env, cwd=None):
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **OPEN_MPI_ENV, **env},
+        env={key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS} | OPEN_MPI_ENV | env,
         cwd=cwd,
         start_new_session=True,
     )

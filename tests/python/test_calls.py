@@ -486,3 +486,14 @@ def test_an_engine_stays_where_it_is(world_size):
     for wrong in ("cuda", torch.float32):
         with pytest.raises(UnsupportedError, match=r"\[engine\] to: got .*, expected cpu and torch.bfloat16"):
             engine.to(wrong)
+
+
+def test_what_the_parent_had_in_the_environment_is_not_taken_for_the_ranks(mpirun, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, zerocore\n"
+        "zerocore.init_distributed()\n"
+        "print('got', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], flush=True)\n"
+    )
+    job = mpirun(2, str(script), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert sorted(line for line in job.stdout.splitlines() if "got" in line) == ["got 0 2 0", "got 1 2 1"], job.stdout

@@ -127,7 +127,11 @@ def test_accelerate_fills_auto(runs, stage):
 
 
 def run(code):
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PMI_", "RANK", "LOCAL_RANK"))}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PMI_", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, env=env
     )

@@ -469,7 +469,7 @@ def test_zero_grad_inside_an_accumulation():
 
 
 def test_model_and_engine_that_came_apart():
-    for part in (lambda e: setattr(e.module.weight, "data", torch.ones(1, 1)), lambda e: e.to(torch.bfloat16)):
+    for part in (lambda e: setattr(e.module.weight, "data", torch.ones(1, 1)), lambda e: e.module.to(torch.bfloat16)):
         engine = zerocore.Engine(one_weight(), config())
         part(engine)
         with pytest.raises(ConfigError, match=r"\[engine\] parameter weight no longer lies in the engine's memory"):
