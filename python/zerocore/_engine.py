@@ -142,6 +142,7 @@ class Engine(WholeModel, Saving, Calls):
         self._ended_early = False  # the micro-step, by somebody who read gradients
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._weights = Weights()
+        self._told_weight = False  # of the open micro-step, by a backward() of this engine
         self._grad_norm: GradNorm | None = None
         self._applied = False
         self._broken_by: str | None = None  # what has left the state in parts
@@ -233,6 +234,7 @@ class Engine(WholeModel, Saving, Calls):
         self._begin_micro_step()
         if self._had_micro_batch:
             self._weights.add(weight)
+            self._told_weight = True
             self._losses.append(loss.detach())
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         try:
@@ -564,6 +566,7 @@ class Engine(WholeModel, Saving, Calls):
             if self._joining is not None:
                 self._joining.begin_micro_step()
             self._had_micro_batch = self._accumulation.has_micro_batch()
+            self._told_weight = False
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
 
     def _check_all_here(self, call: str) -> None:
@@ -589,6 +592,8 @@ class Engine(WholeModel, Saving, Calls):
 
     def _end_micro_step(self) -> None:
         self._check_whole()
+        if self._had_micro_batch and not self._told_weight:  # its gradients came by loss.backward()
+            self._weights.add(None)
         self._params.end_micro_step()
         self._statistics.end_micro_step(counts=self._had_micro_batch)
         self._accumulation.end_micro_step()

@@ -186,6 +186,20 @@ def test_a_weight_for_some_only(who):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", ["one rank", "one micro-step"])
+def test_gradients_of_loss_backward_have_no_weight(who):
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+    with pytest.raises(ConfigError, match="got a weight for some micro-batches of this step and none for others"):
+        for k in range(2):
+            loss = engine(torch.ones(1, 1)).sum()
+            if rank() == 1 if who == "one rank" else k == 1:
+                engine.backward(loss, weight=1)
+            else:
+                loss.backward()
+            engine.step()
+
+
+@pytest.mark.ranks(2)
 def test_nothing_weighs_anything():
     engine = zerocore.Engine(one_weight(), config())
     engine.backward(engine(torch.ones(1, 1)).sum(), weight=0)
