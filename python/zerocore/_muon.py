@@ -21,13 +21,14 @@ def groups(config: OptimizerConfig, params: Iterable[Any], model: torch.nn.Modul
     What is orthogonalised: what `use_muon` of its group says, or else its own attribute of that name; or else whatever
     has two dimensions or more and is neither an embedding, by its module or its name, nor named lm_head.
 
+    What else stands in a group, both halves keep.
+
     Raises:
         ConfigError: something without two dimensions is to be orthogonalised.
     """
     by_rule = _by_rule(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    listed = list(params)
-    given = listed if all(isinstance(each, dict) for each in listed) else [{"params": listed}]
+    given = torch.optim.Optimizer(params, {}).param_groups  # whatever torch takes for parameters, as groups of lists
     halves: dict[bool, dict[str, Any]] = {
         True: {
             "lr": config.muon_lr,
@@ -52,7 +53,8 @@ def groups(config: OptimizerConfig, params: Iterable[Any], model: torch.nn.Modul
             chosen[use].append(param)
         for use, defaults in halves.items():
             if chosen[use]:
-                own = {key: value for key, value in group.items() if key in defaults}
+                not_its = {"params", "param_names", "use_muon", *(halves[not use].keys() - defaults.keys())}
+                own = {key: value for key, value in group.items() if key not in not_its}
                 out.append({"params": chosen[use], "use_muon": use, **defaults, **own})
     return out
 

@@ -91,6 +91,19 @@ def test_a_group_is_split_and_both_halves_keep_what_it_sets():
     ]
 
 
+def test_parameters_may_come_in_every_way_that_torch_takes():
+    model = Model()
+    expected = {"conv_m.weight", "linear_m.weight"}
+    assert orthogonalised(build(model, model_parameters=model.named_parameters())) == expected
+    model = Model()
+    others = [p for name, p in model.named_parameters() if name != "linear_m.weight"]
+    groups = [{"params": model.linear_m.weight, "name": "one"}, {"params": iter(others), "name": "others"}]
+    engine = build(model, model_parameters=groups)
+    assert orthogonalised(engine) == expected
+    made = [(group["name"], group["use_muon"], len(group["params"])) for group in engine.optimizer.param_groups]
+    assert made == [("one", True, 1), ("others", True, 1), ("others", False, len(others) - 1)]
+
+
 def test_what_is_no_matrix_is_refused_by_name():
     model = Model()
     model.norm.weight.use_muon = True
