@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerocore")
 
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() gives
+_SAME_STATE = {"adam", "adamw"}  # types of optimizers whose states mean the same
 _SHOWN = 20  # names in a list of what was not loaded
 
 
@@ -239,15 +240,16 @@ class Restore:
                 self._later.append(self._into_made(name, self._entries[name], part))
 
     def _plan_states(self, entry: Entry, param: torch.Tensor, index: int, begin: int, end: int) -> None:
-        params = self._engine._params
+        params, ours = self._engine._params, self._engine.optimizer.type
         saved = self._checkpoint.manifest.optimizer
         held = {part.name for part in entry.parts} - {MASTER, VALUE}
-        if params.foreign is not None and saved is not None and saved.type == self._engine.optimizer.type:
+        # States of one name are not one thing: the momentum of SGD is a sum, that of Muon a mean.
+        alike = saved is not None and (saved.type == ours or {saved.type, ours} <= _SAME_STATE)
+        if alike and params.foreign is not None:
             self._foreign[index] = params.foreign.new_state(index, sorted(held), entry.numbers)
-        elif held != set(params.state_parts(index)) - {MASTER}:
+        elif not alike or held != set(params.state_parts(index)) - {MASTER}:
             self._leave_out(
-                f"optimizer state (saved with {saved.type if saved else 'no optimizer'}, this engine has "
-                f"{self._engine.optimizer.type})",
+                f"optimizer state (saved with {saved.type if saved else 'no optimizer'}, this engine has {ours})",
                 entry.name,
             )
             return

@@ -319,6 +319,24 @@ def test_what_does_not_fit_is_named(folder, world_size, caplog):
     engine.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("then", "now"), [(MOMENTUM, MUON), (MUON, MOMENTUM), (ADAMW, MUON)], ids=["sgd-muon", "muon-sgd", "adamw-muon"]
+)
+def test_states_of_one_name_of_another_optimizer_are_not_loaded(folder, caplog, then, now):
+    """SGD's momentum is a sum of gradients, Muon's a mean: another size."""
+    engine = build("wide", stage=2, optimizer=then)
+    train(engine, "wide", 1)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build("wide", stage=2, optimizer=now)
+    engine.load_checkpoint(folder)
+    assert set(engine._params.core.param_steps()) == {0}
+    if engine.rank == 0:
+        assert f"optimizer state (saved with {then['type']}, this engine has {now['type']})" in caplog.text
+    engine.close()
+
+
 @pytest.mark.ranks(1, 2)
 def test_module_only(folder, world_size):
     engine = build("wide")
