@@ -135,6 +135,7 @@ class Engine(WholeModel, Saving, Calls):
             share_other_state(model, self._params.params, self.comm, dtypes)
         self._statistics.attach()
         self.global_steps = 0
+        self.global_samples = 0  # that the steps so far went through, over all ranks
         self.skipped_steps = 0
         self.micro_steps = 0
         self._forwards = 0  # in training since the last micro-step ended
@@ -300,6 +301,7 @@ class Engine(WholeModel, Saving, Calls):
         step, losses = self.global_steps, self._losses
         self._losses, self._weights = [], Weights()
         self.global_steps += 1
+        self.global_samples += self.config.train_batch_size
         self.skipped_steps += result.skipped
         self.comm.set_activity(f"step {self.global_steps}")
         exhausted = self._scaler is not None and not self._scaler.update(result.skipped)
@@ -514,11 +516,6 @@ class Engine(WholeModel, Saving, Calls):
     def mp_world_size(self) -> int:
         """Ranks that share a model: each has its own."""
         return 1
-
-    @property
-    def global_samples(self) -> int:
-        """Samples that the steps so far went through, over all ranks, at the batch size of now."""
-        return self.global_steps * self.config.train_batch_size
 
     @property
     def device(self) -> torch.device:

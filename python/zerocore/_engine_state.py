@@ -318,6 +318,7 @@ def _numbers(engine: Engine, names: Names) -> State:
     scheduler, loader = engine.lr_scheduler, engine.training_dataloader
     has_state = callable(getattr(scheduler, "state_dict", None))
     return State(
+        global_samples=engine.global_samples,
         skipped_steps=engine.skipped_steps,
         micro_steps=engine.micro_steps,
         loop=engine._accumulation.decided().name,

@@ -231,6 +231,7 @@ def _numbers(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> State:
         left_out.append(f"the learning-rate scheduler's state: {', '.join(dropped)}")
     try:
         return State(
+            global_samples=checkpoint.number("global_samples"),
             skipped_steps=checkpoint.number("skipped_steps"),
             micro_steps=checkpoint.number("global_steps") * (accumulation if type(accumulation) is int else 1),
             train_batch_size=_batch_size(checkpoint),

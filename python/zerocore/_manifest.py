@@ -151,6 +151,7 @@ class Data(_Model):
 class State(_Model):
     """What is no tensor. loss_scaler: scale, iteration, last overflow, overflows left until the scale halves."""
 
+    global_samples: Count = 0
     skipped_steps: Count = 0
     micro_steps: Count = 0
     loop: str = "UNDECIDED"

@@ -335,6 +335,7 @@ class Restore:
         engine, manifest = self._engine, self._checkpoint.manifest
         state = manifest.state
         engine.global_steps = manifest.global_steps
+        engine.global_samples = state.global_samples
         engine.skipped_steps = state.skipped_steps
         engine.micro_steps = state.micro_steps
         if engine._accumulation.loop is Loop.UNDECIDED and state.loop in Loop.__members__:

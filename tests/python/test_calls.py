@@ -119,6 +119,20 @@ def test_the_train_batch_size_may_grow_between_steps(world_size):
         engine.set_train_batch_size(5 * world_size + 1)
 
 
+def test_samples_are_counted_at_the_batch_size_of_their_step(tmp_path):
+    """Monitors write by them: they must not go back."""
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4))
+    train(engine, 1, steps=4)
+    engine.set_train_batch_size(1)
+    assert engine.global_samples == 4
+    train(engine, 1)
+    assert engine.global_samples == 5
+    engine.save_checkpoint(tmp_path)
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=4))
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_samples == 5
+
+
 def test_a_batch_size_that_the_data_was_dealt_for_stays():
     data = [torch.ones(1)] * 8
     engine = zerocore.Engine(one_weight(), config(), training_data=data)
