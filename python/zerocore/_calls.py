@@ -154,6 +154,22 @@ class Calls(EnginePart):
             dataset, config=self.config, rank=self.rank, world_size=self.comm.size, collate_fn=collate_fn
         )
 
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, int]], Any] | None) -> None:
+        """From the next batch on, `training_dataloader` yields what a function makes of each.
+
+        Args:
+            post_process_func: called with the batch and the loader's state_dict(): the epoch, and whole steps of it.
+
+        Raises:
+            ConfigError: the engine deals no training_data.
+        """
+        if not isinstance(self.training_dataloader, _data.MicroBatchLoader):
+            raise ConfigError(
+                "[engine] set_data_post_process_func: got an engine without training_data, expected one that deals "
+                "it. Call the function on the batches of your own loader."
+            )
+        self.training_dataloader.post_process = post_process_func
+
     # Batch sizes
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -113,6 +113,7 @@ class MicroBatchLoader(DataLoader[Any]):
     """
 
     batch_sampler: MicroBatchSampler
+    post_process: Callable[[Any, dict[str, int]], Any] | None = None  # a batch, with what state_dict() then says
 
     def __init__(self, dataset: Dataset[Any], *, sampler: MicroBatchSampler, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
@@ -138,7 +139,7 @@ class MicroBatchLoader(DataLoader[Any]):
         while (batch := next(batches, _END)) is not _END:
             if iteration == self._iteration and self._epoch is not None:  # not an older one that runs beside this one
                 self._handed_out += 1
-            yield batch
+            yield batch if self.post_process is None else self.post_process(batch, self.state_dict())
             if self._moved and iteration == self._iteration:  # by load_checkpoint() in the loop
                 batches = self._begin()
                 iteration = self._iteration

@@ -42,6 +42,12 @@ def free_bytes(*, ranks: int) -> int | None:
     return max(min(found), 0) if found else None
 
 
+def resident_bytes() -> tuple[int, int]:
+    """What this process holds in memory, and has held at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _kib("/proc/self/status", "VmRSS:") or 0, most
+
+
 def _kib(path: str, name: str) -> int | None:
     try:
         lines = Path(path).read_text().splitlines()

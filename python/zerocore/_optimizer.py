@@ -12,6 +12,7 @@ from zerocore import _core, _foreign, _muon
 from zerocore.config import OptimizerConfig
 from zerocore.config._sections import OPTIMIZER_KEYS
 from zerocore.errors import ConfigError, UnsupportedError
+from zerocore.ops.lion import FusedLion
 
 logger = logging.getLogger("zerocore")
 
@@ -20,6 +21,7 @@ _TORCH_TYPES = {
     torch.optim.Adam: "adam",
     torch.optim.SGD: "sgd",
     torch.optim.Adagrad: "adagrad",
+    FusedLion: "lion",
 }
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # of torch's optimizers: what the twins cannot do
 _STATE_NAMES = {
@@ -170,10 +172,10 @@ def from_torch(source: torch.optim.Optimizer, *, allow_untested: bool = False) -
         twins = ", ".join(each.__name__ for each in _TORCH_TYPES)
         if not allow_untested:
             raise UnsupportedError(
-                f"[optimizer] got {name}, expected one of torch.optim that has a native twin: {twins}. Subclasses are "
-                "not taken for their parents. Set allow_untested_optimizer (zero_allow_untested_optimizer in "
-                "DeepSpeed's configuration) to run its own code on shards, which is right if it treats each element "
-                "alike."
+                f"[optimizer] got {name}, expected one of torch.optim that has a native twin, or that of ops.lion: "
+                f"{twins}. Subclasses are not taken for their parents. Set allow_untested_optimizer "
+                "(zero_allow_untested_optimizer in DeepSpeed's configuration) to run its own code on shards, which is "
+                "right if it treats each element alike."
             )
         _foreign.check(source, name)
         kind = name

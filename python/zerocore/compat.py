@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import zerocore
-from zerocore import _released, accelerator, checkpointing, comm, ops, schedulers, utils, zero
+from zerocore import _released, accelerator, checkpointing, comm, groups, ops, schedulers, utils, zero
 from zerocore._engine import Engine
 from zerocore.errors import ConfigError
 
@@ -118,17 +118,22 @@ def _modules() -> dict[str, types.ModuleType]:
         "deepspeed.checkpointing": checkpointing,
         "deepspeed.comm": comm,
         "deepspeed.ops": ops,
+        "deepspeed.ops.adagrad": ops.adagrad,
         "deepspeed.ops.adam": ops.adam,
+        "deepspeed.ops.lion": ops.lion,
         "deepspeed.runtime": _module("runtime"),
+        "deepspeed.runtime.dataloader": _module("runtime.dataloader", {"RepeatingLoader": utils.RepeatingLoader}),
         "deepspeed.runtime.engine": _module("runtime.engine", {"DeepSpeedEngine": Engine}),
         "deepspeed.runtime.lr_schedules": _module(
             "runtime.lr_schedules", {"VALID_LR_SCHEDULES": schedules, **_named(schedulers, schedules)}
         ),
+        "deepspeed.runtime.utils": _module("runtime.utils", {"see_memory_usage": utils.see_memory_usage}),
         "deepspeed.runtime.zero": _module("runtime.zero", _named(zero, zero.__all__)),
         "deepspeed.runtime.zero.partition_parameters": _module(
             "runtime.zero.partition_parameters", {**_named(zero, zero.__all__), **_PATCHED_BY_TRANSFORMERS}
         ),
         "deepspeed.utils": _module("utils", _named(utils, utils.__all__)),
+        "deepspeed.utils.groups": groups,
         "deepspeed.utils.logging": utils,
         "deepspeed.utils.zero_to_fp32": utils,
         "deepspeed.zero": zero,

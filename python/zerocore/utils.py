@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _engine_state, _load, _params, _units
+from zerocore import _comm, _core, _engine_state, _load, _memory, _params, _units, groups
 from zerocore.errors import ConfigError
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "RepeatingLoader",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",
+    "groups",
     "load_state_dict_from_zero_checkpoint",
     "log_dist",
     "logger",
@@ -38,6 +39,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "see_memory_usage",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
 ]
@@ -289,6 +291,13 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Logs on these ranks, on all with [-1], on none without."""
     if ranks and (ranks[0] == -1 or _comm.world().rank in ranks):
         logger.log(level, "[rank %d] %s", _comm.world().rank, message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With `force`, logs on rank 0 what its process holds and has held at most, in host memory."""
+    if force and _comm.world().rank == 0:
+        now, most = _memory.resident_bytes()
+        logger.info("%s: %.2f GB of host memory in this process, %.2f GB at most", message, now / 1e9, most / 1e9)
 
 
 @contextlib.contextmanager

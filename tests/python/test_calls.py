@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import nn
 from zerocore import utils, zero
 from zerocore.accelerator import get_accelerator
 from zerocore.errors import ConfigError, UnsupportedError
+from zerocore.ops.adagrad import DeepSpeedCPUAdagrad
 from zerocore.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zerocore.ops.lion import DeepSpeedCPULion, FusedLion
+from zerocore.utils import groups
 
 
 def rank():
@@ -346,6 +350,66 @@ def test_adam_under_deepspeeds_names():
         DeepSpeedCPUAdam(nn.Linear(1, 1).parameters(), fp32_optimizer_states=False)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("make", "twin"), [(FusedLion, "lion"), (DeepSpeedCPULion, "lion"), (DeepSpeedCPUAdagrad, "adagrad")]
+)
+def test_lion_and_adagrad_under_deepspeeds_names(make, twin, world_size):
+    """Native, in shards, with each group's settings; as their own step() on the whole model."""
+
+    def model_and_optimizer():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 70), nn.Tanh(), nn.Linear(70, 3))
+        halves = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02, "weight_decay": 0.3}]
+        return model, make(halves, lr=0.01, weight_decay=0.1)
+
+    model, optimizer = model_and_optimizer()
+    keys = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    settings = config(zero_optimization=keys)
+    del settings["optimizer"]
+    engine = zerocore.Engine(model, settings, optimizer=optimizer)
+    assert (engine.optimizer.type, engine.get_lr()) == (twin, [0.01, 0.02])
+    plain, optimizer = model_and_optimizer()
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_options_of_lion_and_adagrad_that_there_are_not():
+    params = list(nn.Linear(1, 1).parameters())
+    for make, options in (
+        (DeepSpeedCPULion, {"fp32_optimizer_states": False}),
+        (DeepSpeedCPUAdagrad, {"fp32_optimizer_states": False}),
+        (DeepSpeedCPUAdagrad, {"amsgrad": True}),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{make.__name__}: got {next(iter(options))}="):
+            make(params, **options)
+
+
+@pytest.mark.ranks(1, 2)
+def test_who_trains_together(world_size):
+    assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (world_size, rank())
+    for kind in ("model_parallel", "tensor_model_parallel", "sequence_parallel"):
+        assert getattr(groups, f"_get_{kind}_world_size")() == 1 and getattr(groups, f"get_{kind}_rank")() == 0
+        with pytest.raises(UnsupportedError, match="groups: got a request for a group of tensor or sequence"):
+            getattr(groups, f"_get_{kind}_group")()
+    assert groups._get_sequence_data_parallel_world_size() == world_size
+    assert groups.get_tensor_model_parallel_src_rank() == rank()
+    if not dist.is_initialized():
+        with pytest.raises(ConfigError, match="groups: got no process group"):
+            groups._get_data_parallel_group()
+    zerocore.init_distributed()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=groups._get_data_parallel_group())
+    assert total.item() == world_size
+
+
 def test_the_accelerator_is_the_cpu():
     device = get_accelerator()
     assert torch.device(device.device_name()) == device.device() == torch.device("cpu")
@@ -435,6 +499,13 @@ def test_small_helpers(caplog):
         utils.log_dist("unseen")
         utils.log_dist("unseen", ranks=[1])
     assert [record.message for record in caplog.records] == ["[rank 0] seen"] and utils.logger.name == "zerocore"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="zerocore"):
+        utils.see_memory_usage("not said")
+        utils.see_memory_usage("after init", force=True)
+    (record,) = caplog.records
+    now, most = map(float, re.fullmatch(r"after init: (\S+) GB of .*, (\S+) GB at most", record.message).groups())
+    assert 0.05 < now <= most < 100
     with utils.OnDevice(dtype=torch.bfloat16, device="meta"):
         weight = nn.Linear(2, 2).weight
     assert (weight.device.type, weight.dtype, torch.get_default_dtype()) == ("meta", torch.bfloat16, torch.float32)
@@ -488,6 +559,18 @@ def test_a_loader_made_by_the_engine():
     for wrong in ({"batch_size": 3}, {"route": "eval"}, {"data_sampler": [0]}):
         with pytest.raises(UnsupportedError, match=rf"deepspeed_io: {next(iter(wrong))}: got"):
             engine.deepspeed_io([torch.ones(1)], **wrong)
+
+
+def test_batches_are_processed_as_they_are_dealt():
+    """What set_data_post_process_func() is for: to cut sequences to a length that depends on the step."""
+    data = [torch.full((3,), float(i)) for i in range(4)]
+    engine = zerocore.Engine(one_weight(), config(train_micro_batch_size_per_gpu=2), training_data=data)
+    engine.set_data_post_process_func(lambda batch, state: batch[:, : 1 + state["step"]])
+    assert [batch.shape for batch in engine.training_dataloader] == [(2, 2), (2, 1)]  # the second ends an epoch
+    engine.set_data_post_process_func(None)
+    assert [batch.shape for batch in engine.training_dataloader] == [(2, 3), (2, 3)]
+    with pytest.raises(ConfigError, match="set_data_post_process_func: got an engine without training_data"):
+        zerocore.Engine(one_weight(), config()).set_data_post_process_func(None)
 
 
 @pytest.mark.ranks(2)

@@ -157,12 +157,19 @@ def test_deepspeed_is_there_where_install_was_called():
         from deepspeed.accelerator import get_accelerator
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
         from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+        from deepspeed.runtime.dataloader import RepeatingLoader
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import logger, safe_get_full_grad, set_z3_leaf_modules
+        from deepspeed.runtime.utils import see_memory_usage
+        from deepspeed.utils import groups
+        from deepspeed.utils.groups import _get_data_parallel_world_size
         from deepspeed.utils.logging import log_dist
+        assert deepspeed.utils.groups is groups and _get_data_parallel_world_size() == 1
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(VALID_LR_SCHEDULES)
         bucket = torch.zeros(10)

@@ -1,5 +1,5 @@
 """Optimizers under DeepSpeed's names."""
 
-from zerocore.ops import adam
+from zerocore.ops import adagrad, adam, lion
 
-__all__ = ["adam"]
+__all__ = ["adagrad", "adam", "lion"]
