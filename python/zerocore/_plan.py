@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from zerocore import _core, _optimizer, zero
 from zerocore._other_state import cast_other_state, other_state_bytes
 from zerocore._params import DTYPES, ParamsForCore
 from zerocore.config import Config
-from zerocore.errors import ConfigError
+from zerocore.errors import ConfigError, Error
 
 _EXPECTED = "module:function, which returns a model, or the name or folder of a Hugging Face model whose config is here"
 
@@ -61,6 +62,24 @@ def plan(model: torch.nn.Module, config: Config, ranks: int) -> Plan:
     others = other_state_bytes(model, params.params)
     others["frozen_parameters"] += kept.get("frozen_parameters", 0)
     return Plan(kept | others, most)
+
+
+def table(plans: Mapping[int, Plan | Error]) -> Iterator[str]:
+    """The lines of a table of bytes by name, a column for each stage that is possible."""
+    possible = {stage: each for stage, each in plans.items() if not isinstance(each, Error)}
+    yield "\nbytes a rank".ljust(33) + "".join(f"stage {stage}".rjust(20) for stage in possible)
+
+    def line(name: str, values: list[int]) -> str:
+        return name.ljust(32) + "".join(f"{value:,}".rjust(20) for value in values)
+
+    for name in {name: None for each in possible.values() for name in each.kept}:
+        yield line(name, [each.kept.get(name, 0) for each in possible.values()])
+    yield line("between steps", [sum(each.kept.values()) for each in possible.values()])
+    for name in {name: None for each in possible.values() for name in each.most}:
+        yield line(f"{name}, at most", [each.most.get(name, 0) for each in possible.values()])
+    yield line("in a step, at most", [each.bytes for each in possible.values()])
+    yield "not counted: activations, and gradients before they are reduced"
+    yield from (f"stage {stage}: {each}" for stage, each in plans.items() if isinstance(each, Error))
 
 
 def build_model(spec: str) -> torch.nn.Module:

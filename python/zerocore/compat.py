@@ -132,6 +132,12 @@ def _modules() -> dict[str, types.ModuleType]:
         "deepspeed.runtime.zero.partition_parameters": _module(
             "runtime.zero.partition_parameters", {**_named(zero, zero.__all__), **_PATCHED_BY_TRANSFORMERS}
         ),
+        "deepspeed.runtime.zero.stage3": _module(
+            "runtime.zero.stage3", _named(utils, ["estimate_zero3_model_states_mem_needs_all_live"])
+        ),
+        "deepspeed.runtime.zero.stage_1_and_2": _module(
+            "runtime.zero.stage_1_and_2", _named(utils, ["estimate_zero2_model_states_mem_needs_all_live"])
+        ),
         "deepspeed.utils": _module("utils", _named(utils, utils.__all__)),
         "deepspeed.utils.groups": groups,
         "deepspeed.utils.logging": utils,

@@ -14,11 +14,17 @@ from typing import Any
 import torch
 
 from zerocore import _comm, _core, _engine_state, _load, _memory, _params, _units, groups
+from zerocore._estimate import (
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zerocore.errors import ConfigError
 
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",
     "groups",

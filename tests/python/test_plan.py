@@ -10,6 +10,7 @@ import pytest
 import torch
 import toy_models
 import zerocore
+from zerocore import utils
 from zerocore._cli import main
 from zerocore._plan import build_model, plan
 from zerocore.config import Config, OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -110,6 +111,27 @@ def test_a_model_that_no_machine_holds():
     shard = -(-(10**10) // (1024 * 1024)) * 1024 * 100  # norm blocks are not cut
     assert planned.kept["parameters"] == 4 * 1024 * shard
     assert planned.kept["optimizer_state"] == 8 * shard
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_estimates_are_what_an_engine_holds(stage, capsys):
+    """And the model stays as it is: a second answer, and its training, are those of the first."""
+    model = Blocks()
+    before = {name: (value.dtype, value.clone()) for name, value in model.state_dict().items()}
+    for _ in range(2):
+        getattr(utils, f"estimate_zero{stage}_model_states_mem_needs_all_live")(model, num_gpus_per_node=1, num_nodes=1)
+        lines, table = lines_of(capsys)
+        assert lines[0] == "Blocks: 371,900 parameters; 1 nodes of 1 ranks; bf16, AdamW"
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name][0] and torch.equal(value, before[name][1])
+    precision, zero = PrecisionConfig(dtype="bf16"), ZeroConfig(stage=stage)
+    engine = zerocore.Engine(model, Config(micro_batch_size=1, precision=precision, zero=zero))
+    report = engine.memory_report()
+    named = {name: count for name, (count,) in table.items() if name in report}
+    assert {"parameters", "master_weights", "optimizer_state", "buffers"} <= named.keys()
+    assert named == {name: report[name] for name in named}
+    assert table["between steps"] == [sum(named.values())]
+    engine.close()
 
 
 # The command

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config is None:
         print(f"zerocore: [plan] {arguments.config}: keys are refused. Mend those first.", file=sys.stderr)
         return 1
-    from zerocore._plan import build_model  # torch
+    from zerocore._plan import build_model, table  # torch
 
     model = build_model(arguments.model)
     count = sum(p.numel() for p in model.parameters())
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, optimizer=OptimizerConfig())
         print("no optimizer in the configuration: AdamW")
     plans = _plans(model, config, ranks)
-    print("\n".join(_table(plans)))
+    print("\n".join(table(plans)))
     if arguments.gpu_mem is None:
         return 0
     fit, text = _what_fits(model, config, ranks, plans, arguments.gpu_mem)
@@ -121,23 +121,6 @@ def _plans(model: torch.nn.Module, config: Config, ranks: int) -> dict[int, Plan
 
 def _with_stage(config: Config, stage: int) -> Config:
     return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
-
-
-def _table(plans: Mapping[int, Plan | Error]) -> Iterator[str]:
-    possible = {stage: each for stage, each in plans.items() if not isinstance(each, Error)}
-    yield "\nbytes a rank".ljust(33) + "".join(f"stage {stage}".rjust(20) for stage in possible)
-
-    def line(name: str, values: list[int]) -> str:
-        return name.ljust(32) + "".join(f"{value:,}".rjust(20) for value in values)
-
-    for name in {name: None for each in possible.values() for name in each.kept}:
-        yield line(name, [each.kept.get(name, 0) for each in possible.values()])
-    yield line("between steps", [sum(each.kept.values()) for each in possible.values()])
-    for name in {name: None for each in possible.values() for name in each.most}:
-        yield line(f"{name}, at most", [each.most.get(name, 0) for each in possible.values()])
-    yield line("in a step, at most", [each.bytes for each in possible.values()])
-    yield "not counted: activations, and gradients before they are reduced"
-    yield from (f"stage {stage}: {each}" for stage, each in plans.items() if isinstance(each, Error))
 
 
 def _what_fits(

@@ -37,7 +37,7 @@ for batch in loader:
 | `zero_to_fp32.py` | `zerocore export run out` writes safetensors |
 | `ds_to_universal.py` | nothing: every checkpoint is universal |
 | `ds_report` | `zerocore report` |
-| `estimate_zero3_model_states_mem_needs_all_live` | `zerocore plan ds_config.json --model module:function --ranks 64` |
+| `estimate_zero3_model_states_mem_needs_all_live` | the same, in `zerocore.utils`; of a config, `zerocore plan` |
 | `init_inference`, `PipelineModule`, `deepspeed.moe` | not in this version |
 
 What is different on purpose:
