@@ -81,6 +81,7 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     config_from: Path | None = None,
     adapter: str | None = None,
+    exclude_frozen: bool = False,
     force: bool = False,
 ) -> Exported:
     """Writes the weights and buffers of a checkpoint into the folder `out`, which then holds all of them or none.
@@ -92,6 +93,7 @@ def export(
         config_from: a folder from which the files of a Hugging Face model that are no weights are copied, with the
             dtype in its config.json set to what was written.
         adapter: write this adapter of a PeftModel as PEFT does, and nothing else.
+        exclude_frozen: without the parameters that were not trained; of a whole model.
         force: replace the weights in a folder that is not empty.
 
     Raises:
@@ -100,7 +102,7 @@ def export(
         IoError: writing failed.
     """
     _check_target(out, force=force)
-    tensors, ties = _whole_model(checkpoint) if adapter is None else _adapter(checkpoint, adapter)
+    tensors, ties = _whole_model(checkpoint, exclude_frozen) if adapter is None else _adapter(checkpoint, adapter)
     tensors = [_converted(tensor, dtype) for tensor in tensors]
     files = _shards(tensors, max_shard_bytes, "model" if adapter is None else "adapter_model")
     out = out.resolve()  # a link stays one
@@ -137,9 +139,11 @@ def left_out(checkpoint: Checkpoint) -> list[str]:
 # What is written
 
 
-def _whole_model(checkpoint: Checkpoint) -> tuple[list[Tensor], dict[str, str]]:
+def _whole_model(checkpoint: Checkpoint, exclude_frozen: bool) -> tuple[list[Tensor], dict[str, str]]:
     tensors, ties = [], {}
     for entry in checkpoint.manifest.of_role("trained", "frozen", "buffer"):
+        if exclude_frozen and entry.role == "frozen":
+            continue
         tensors.append(Tensor(entry.name, entry.dtype, entry, _weights(checkpoint, entry)))
         ties.update(dict.fromkeys(entry.ties, entry.name))
     return tensors, ties

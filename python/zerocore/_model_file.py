@@ -92,7 +92,7 @@ class ModelFile:
         temporary.unlink(missing_ok=True)  # of a save that was killed
         try:
             if listed is None:
-                _write_pickle(temporary, self._named(dict(copies)))
+                write_pickle(temporary, self._named(dict(copies)))
             else:
                 self._write_safetensors(temporary, copies, listed)
             os.replace(temporary, path)
@@ -129,7 +129,8 @@ class ModelFile:
             yield key, copy.to(self._dtype(self._names[key][0]))
 
 
-def _write_pickle(path: Path, values: dict[str, Any]) -> None:
+def write_pickle(path: Path, values: dict[str, Any]) -> None:
+    """torch.save(), to the disk."""
     with open(path, "wb") as file:
         try:
             torch.save(values, file)

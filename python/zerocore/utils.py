@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _engine_state, _load, _memory, _params, _units, groups
+from zerocore import _comm, _convert, _core, _engine_state, _load, _memory, _params, _units, groups
 from zerocore._estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_live,
@@ -23,6 +23,7 @@ from zerocore.errors import ConfigError
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -67,8 +68,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = Path(checkpoint_dir)
-    checkpoint = _load.open_checkpoint(folder if tag is None else folder / tag)
+    checkpoint = _open(checkpoint_dir, tag)
     roles = ("trained", "buffer") if exclude_frozen_parameters else ("trained", "frozen", "buffer")
     state: dict[str, torch.Tensor] = {}
     for entry in checkpoint.manifest.entries:
@@ -83,6 +83,44 @@ def get_fp32_state_dict_from_zero_checkpoint(
         value = value.permute([order.index(d) for d in range(len(order))])
         state |= dict.fromkeys([entry.name, *entry.ties], value)
     return state
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes a checkpoint's weights and buffers, all that are floating-point in fp32, for plain torch. Local.
+
+    Args:
+        checkpoint_dir, tag: as get_fp32_state_dict_from_zero_checkpoint().
+        output_dir: gets pytorch_model.bin; or, of more than max_shard_size, several and an index.
+        max_shard_size: bytes, a size like "5GB", or None for one file.
+        safe_serialization: writes model.safetensors in place of pickled files, in little memory.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: max_shard_size or output_dir is none.
+        IoError: writing failed.
+    """
+    checkpoint = _open(checkpoint_dir, tag)
+    state = None
+    if not safe_serialization:
+        found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        # A tensor of several names stays one.
+        once = {id(value): value.float() if value.is_floating_point() else value for value in found.values()}
+        state = {name: once[id(value)] for name, value in found.items()}
+    _convert.convert(
+        checkpoint, state, Path(output_dir), max_shard_size=max_shard_size, exclude_frozen=exclude_frozen_parameters
+    )
+
+
+def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> _load.Checkpoint:
+    folder = Path(checkpoint_dir)
+    return _load.open_checkpoint(folder if tag is None else folder / tag)
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import logging
 import os
 import re
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import zerocore
@@ -534,6 +536,63 @@ def test_weights_of_a_checkpoint_for_a_plain_model(stage, folder, world_size):
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 16))
     assert utils.load_state_dict_from_zero_checkpoint(plain, folder) is plain
     assert all(torch.equal(value.to(state[name].dtype), state[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("limit", ["5GB", 5000, None])
+def test_a_checkpoint_becomes_files_of_fp32_weights(limit, safe, tmp_path):
+    """bf16, a tied weight, a frozen one, a buffer of integers: in one file, or in several with an index."""
+    model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.Linear(40, 40))
+    model[3].weight = model[2].weight
+    model[0].bias.requires_grad_(False)
+    engine = zerocore.Engine(model, config(bf16={"enabled": True}))
+    engine.backward(engine(torch.rand(3, 40).bfloat16()).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path / "run", tag="mine")
+    engine.close()
+    expected = utils.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
+    for exclude in (False, True):
+        out = tmp_path / f"out{exclude}"
+        out.mkdir()
+        for _ in range(2):  # the second replaces the first
+            utils.convert_zero_checkpoint_to_fp32_state_dict(
+                tmp_path / "run", out, limit, safe, tag="mine", exclude_frozen_parameters=exclude
+            )
+        files = sorted(path.name for path in out.iterdir())
+        stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+        if limit != 5000:
+            assert files == [f"{stem}.{suffix}"]
+        else:  # 3 matrices of 6400 bytes each, two names for one of them
+            count = len(files) - 1
+            parts = [f"{stem}-{i + 1:05}-of-{count:05}.{suffix}" for i in range(count)]
+            assert count >= 3 and files == [*parts, f"{stem}.{suffix}.index.json"]
+            index = json.loads((out / files[-1]).read_text())
+            assert set(index["weight_map"].values()) == set(files[:-1])
+        state = {}
+        for name in files:
+            if name.endswith(".bin"):
+                state |= torch.load(out / name, weights_only=True)
+            elif name.endswith(".safetensors"):
+                state |= safetensors.torch.load_file(out / name)
+        if safe:
+            state["3.weight"] = state["2.weight"]
+        assert state.keys() == expected.keys() - ({"0.bias"} if exclude else set())
+        for name, value in state.items():
+            as_fp32 = expected[name].float() if expected[name].is_floating_point() else expected[name]
+            assert value.dtype == as_fp32.dtype and torch.equal(value, as_fp32), name
+        if not safe:
+            assert state["3.weight"].data_ptr() == state["2.weight"].data_ptr()
+
+
+def test_a_conversion_that_is_asked_for_wrongly(tmp_path):
+    engine = zerocore.Engine(one_weight(), config())
+    engine.save_checkpoint(tmp_path)
+    for out, limit, text in (
+        ("model.bin", None, "output_dir: got .*model.bin, expected a folder"),
+        ("out", "many", "max_shard_size: got 'many', expected bytes, a size like '5GB'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            utils.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / out, limit)
 
 
 @pytest.mark.ranks(2)

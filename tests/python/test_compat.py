@@ -172,6 +172,7 @@ def test_deepspeed_is_there_where_install_was_called():
         from deepspeed.utils.groups import _get_data_parallel_world_size
         from deepspeed.utils.logging import log_dist
         assert deepspeed.utils.groups is groups and _get_data_parallel_world_size() == 1
+        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(VALID_LR_SCHEDULES)
         bucket = torch.zeros(10)

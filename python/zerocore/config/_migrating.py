@@ -34,7 +34,7 @@ for batch in loader:
 | a hostfile, `MASTER_ADDR`, `RANK` | the hosts of `mpirun` or `srun --mpi=pmix`: ranks meet through MPI |
 | `engine.save_checkpoint(dir)`, `load_checkpoint(dir)` | the same; they load in any stage, on any ranks |
 | a checkpoint of DeepSpeed's | `zerocore import-deepspeed ds_run run`, then load it ([checkpoints](checkpoints.md)) |
-| `zero_to_fp32.py` | `zerocore export run out` writes safetensors |
+| `zero_to_fp32.py` | `zerocore export run out`; its functions are in `zerocore.utils` |
 | `ds_to_universal.py` | nothing: every checkpoint is universal |
 | `ds_report` | `zerocore report` |
 | `estimate_zero3_model_states_mem_needs_all_live` | the same, in `zerocore.utils`; of a config, `zerocore plan` |
