@@ -8,7 +8,7 @@ import json
 import torch
 
 from zerocore import _core
-from zerocore._optimizer import Optimizer
+from zerocore._optimizer import Optimizer, plain_settings
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
 
@@ -24,7 +24,7 @@ def description(*, config: ResolvedConfig, model: torch.nn.Module, optimizer: Op
     lines += [f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     lines.append(f"optimizer: {optimizer.type}")
     for index, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in sorted(group.items()) if key != "params"}
+        settings = dict(sorted(plain_settings(group).items()))
         lines.append(f"optimizer group {index}: {len(group['params'])} parameters, {settings}")
     return lines
 

@@ -16,10 +16,11 @@ import enum
 import json
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zerocore import _core
 from zerocore._accumulation import Loop
+from zerocore._optimizer import plain_settings
 from zerocore.errors import CommError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class Join:
         """A rank that has run out takes over what loops set before a step: learning rates, for one. Collective."""
         first = next(rank for rank, word in enumerate(words) if word.next != _Next.OUT)
         comm, groups = self._comm, self._engine.optimizer.param_groups
-        own = json.dumps([_settings(group) for group in groups]).encode() if self._engine.rank == first else b""
+        own = json.dumps([plain_settings(group) for group in groups]).encode() if self._engine.rank == first else b""
         (size,) = comm.all_reduce([len(own)], _core.ReduceOp.max, "join: size of the optimizer's settings")
         text = comm.gather_bytes(own.ljust(size), "join: the optimizer's settings")[first]
         if words[self._engine.rank].next == _Next.OUT:
@@ -246,9 +247,3 @@ class _MicroStep:
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What is plain in a parameter group; a learning rate in a tensor becomes a number."""
-    plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple, list, str))}
-    return {key: value for key, value in plain.items() if key != "params"} | {"lr": float(group["lr"])}

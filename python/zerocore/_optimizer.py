@@ -149,6 +149,12 @@ class Optimizer(torch.optim.Optimizer):
         )
 
 
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What is plain in a parameter group; a learning rate in a tensor becomes a number."""
+    plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple, list, str))}
+    return {key: value for key, value in plain.items() if key != "params"} | {"lr": float(group["lr"])}
+
+
 def from_config(config: OptimizerConfig, params: Iterable[Any], model: torch.nn.Module) -> Optimizer:
     """An optimizer over parameters of a model or parameter groups (dicts, as torch.optim takes them)."""
     if config.type == "muon":

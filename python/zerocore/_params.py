@@ -16,7 +16,7 @@ from zerocore._accumulation import Weights
 from zerocore._foreign import ForeignOptimizer
 from zerocore._gathering import UnitGatherer
 from zerocore._gradients import Gradients
-from zerocore._optimizer import Optimizer
+from zerocore._optimizer import Optimizer, plain_settings
 from zerocore._other_state import broadcast
 from zerocore._units import Unit
 from zerocore.config import ResolvedConfig, ZeroConfig
@@ -265,7 +265,7 @@ class ModelParams(ParamsForCore):
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
 
     def _foreign_step(self, optimizer: ForeignOptimizer, arguments: dict[str, Any]) -> _core.StepResult:
-        groups = [sorted((k, v) for k, v in g.items() if k != "params") for g in self._optimizer.param_groups]
+        groups = [sorted(plain_settings(group).items()) for group in self._optimizer.param_groups]
         settings = zlib.crc32(repr(groups).encode(), arguments["settings"])
         result = self._core.begin_foreign_step(**arguments | {"settings": settings})
         if not result.skipped:

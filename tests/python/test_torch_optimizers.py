@@ -149,6 +149,24 @@ def test_schedulers_and_skipped_steps():
         assert torch.equal(before, model.weight) == (value != value)
 
 
+@pytest.mark.ranks(2)
+def test_ranks_compare_what_its_groups_say_and_not_how_they_say_it():
+    """A learning rate in a tensor, which becomes a number on a rank that has run out of batches; and an object."""
+    model = one_weight()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["note"] = object()
+    engine = zerocore.Engine(model, config(zero_allow_untested_optimizer=True), optimizer=optimizer)
+    with engine.join():
+        for _ in range(1 + engine.rank):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+    assert engine.global_steps == 2
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5 + 1e-6 * engine.rank)
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigError, match="ranks step with different settings"):
+        engine.step()
+
+
 def test_it_is_refused_by_name_without_the_flag_and_said_with_it(caplog):
     with pytest.raises(
         UnsupportedError, match=r"got torch.optim.rmsprop.RMSprop, expected one of torch.optim that has"
