@@ -90,6 +90,22 @@ def test_it_equals_the_memory_report(stage, dtype, optimizer, world_size):
 
 
 @pytest.mark.ranks(2)
+def test_a_plan_holds_for_each_rank():
+    """The matrix that costs Muon most is not the one that takes most memory, and they are different ranks'."""
+    config = settings(2, {}, {"type": "muon"})
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(3000, 10, bias=False))
+
+    with torch.device("meta"):
+        planned = plan(model(), config, 2)
+    engine = zerocore.Engine(model(), config)
+    report = engine.memory_report()
+    assert {name: report[name] for name in planned.kept} == planned.kept
+    engine.close()
+
+
+@pytest.mark.ranks(2)
 def test_what_comes_to_it_is_reached(one_thread):
     """The bounds are no larger than they need be."""
     config = settings(3, {}, {})

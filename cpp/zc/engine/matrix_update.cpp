@@ -40,10 +40,8 @@ MatrixUpdate::MatrixUpdate(comm::Communicator& comm, device::Device& device, con
   for (Round& round : rounds_) {
     assign(round);
     largest = std::max(largest, round.numel);
-    for (const Matrix& matrix : round.matrices) {
-      if (matrix.owner == comm.rank()) {
-        workspace = std::max(workspace, device::orthogonalize_workspace(matrix.rows, matrix.columns));
-      }
+    for (const Matrix& matrix : round.matrices) {  // also where it is another rank's: each holds as much as any
+      workspace = std::max(workspace, device::orthogonalize_workspace(matrix.rows, matrix.columns));
     }
   }
   directions_ = allocate(largest, true);
