@@ -80,16 +80,23 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raises UnsupportedError: gradients and state are sharded, so only the engine can step."""
         raise UnsupportedError(
-            "[optimizer] optimizer.step() was called. Call engine.step(), which steps the optimizer."
+            "[optimizer] step: got a call, expected none: gradients and state are sharded over ranks. Call "
+            "engine.step(), which steps the optimizer."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UnsupportedError: the state is sharded in the core."""
-        raise UnsupportedError("[optimizer] state_dict: optimizer state cannot be saved in this version.")
+        raise UnsupportedError(
+            "[optimizer] state_dict: got a call, expected none: the state is sharded over ranks. Call "
+            "engine.save_checkpoint(), or zerocore.utils.safe_get_full_optimizer_state() for one parameter's."
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UnsupportedError: the state is sharded in the core."""
-        raise UnsupportedError("[optimizer] load_state_dict: optimizer state cannot be loaded in this version.")
+        raise UnsupportedError(
+            "[optimizer] load_state_dict: got a call, expected none: the state is sharded over ranks. Call "
+            "engine.load_checkpoint(), or zerocore.utils.safe_set_full_optimizer_state() for one parameter's."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: `engine.step()` starts from zero, `engine.zero_grad()` drops what is pending."""

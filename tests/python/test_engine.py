@@ -550,8 +550,12 @@ def test_optimizer_state_cannot_be_saved_yet_and_decay_is_each_groups_own():
         weight_decay=0.5,
     )
     engine = zerocore.Engine(model, config(), optimizer=optimizer)
-    for call in (engine.optimizer.state_dict, lambda: engine.optimizer.load_state_dict({})):
-        with pytest.raises(UnsupportedError, match="in this version"):
+    for call, instead in (
+        (engine.optimizer.state_dict, "save_checkpoint"),
+        (lambda: engine.optimizer.load_state_dict({}), "load_checkpoint"),
+        (engine.optimizer.step, "step"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"got a call, expected none: .* Call engine\.{instead}\(\)"):
             call()
     train(engine, 1)
     assert model[0].weight.item() == pytest.approx(8 * 0.95 - 0.1)
