@@ -21,7 +21,7 @@ import dataclasses
 import enum
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
@@ -31,8 +31,12 @@ logger = logging.getLogger("zerocore")
 
 @dataclasses.dataclass
 class Weights:
-    """What this rank's micro-batches of one step weigh; missing: some of them came without a weight."""
+    """What this rank's micro-batches of one step weigh; missing: some of them came without a weight.
 
+    under_way: of the loss that some engine's backward() goes through; it is that of all engines that the loss reaches.
+    """
+
+    under_way: ClassVar[Any] = None
     given: list[float] = dataclasses.field(default_factory=list)
     missing: bool = False
 

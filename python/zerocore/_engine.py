@@ -193,7 +193,8 @@ class Engine(WholeModel, Saving, Calls):
         Where micro-batches differ in their number of tokens, the mean of their means is not the mean over all tokens.
         Then pass the sum, and how many tokens it is over: the gradient of the step is the sum over all micro-batches of
         all ranks, divided once by the sum of all weights, which is exact. Either every backward() of a step has a
-        weight or none has; those of one micro-batch add up (give a second loss over the same tokens 0).
+        weight or none has; those of one micro-batch add up (give a second loss over the same tokens 0). Where the loss
+        goes through other engines' models too, the weight is also theirs.
 
         Args:
             loss: a scalar that depends on the model's parameters; the mean over the micro-batch, or with a weight, the
@@ -239,6 +240,7 @@ class Engine(WholeModel, Saving, Calls):
             self._losses.append(loss.detach())
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         try:
+            Weights.under_way = weight
             with self._params.backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
@@ -248,6 +250,8 @@ class Engine(WholeModel, Saving, Calls):
                     "micro-batch are partly in, on this rank only"
                 )
             raise
+        finally:
+            Weights.under_way = None
         if weight is not None:
             return loss.detach() / (float(weight) or 1.0)
         managed = self.config.managed_gradient_accumulation and scale_wrt_gas
@@ -563,7 +567,9 @@ class Engine(WholeModel, Saving, Calls):
             if self._joining is not None:
                 self._joining.begin_micro_step()
             self._had_micro_batch = self._accumulation.has_micro_batch()
-            self._told_weight = False
+            self._told_weight = Weights.under_way is not None  # the loss is another engine's
+            if self._told_weight and self._had_micro_batch:
+                self._weights.add(Weights.under_way)
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
 
     def _check_all_here(self, call: str) -> None:

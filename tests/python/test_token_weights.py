@@ -199,6 +199,21 @@ def test_gradients_of_loss_backward_have_no_weight(who):
             engine.step()
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_loss_through_two_engines_has_its_weight_in_both(world_size):
+    first, second = (zerocore.Engine(one_weight(2.0), config()) for _ in range(2))
+    for _ in range(2):
+        loss = second(first(torch.full((4, 1), 3.0))).sum()
+        first.backward(loss, weight=4)
+        first.step()
+        second.step()
+    assert first.get_global_grad_norm() == second.get_global_grad_norm()
+    loss = second(torch.full((4, 1), 3.0)).sum()
+    loss.backward()
+    second.step()
+    assert second.get_global_grad_norm() == 12.0
+
+
 @pytest.mark.ranks(2)
 def test_nothing_weighs_anything():
     engine = zerocore.Engine(one_weight(), config())
