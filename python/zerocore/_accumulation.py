@@ -51,7 +51,7 @@ class Weights:
             return
         try:
             value = float(weight)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             value = math.nan
         if not 0 <= value < math.inf:
             raise ConfigError(

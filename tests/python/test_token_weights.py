@@ -165,7 +165,7 @@ def test_a_weight_and_a_loss_that_is_divided_already():
         engine.backward(engine(torch.ones(1, 1)).sum(), scale_wrt_gas=False, weight=1)
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", torch.ones(2)])
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 10**400, "many", torch.ones(2)])
 def test_no_weight(weight):
     engine = zerocore.Engine(one_weight(), config())
     with pytest.raises(ConfigError, match=r"\[engine\] backward: got weight=.*expected a finite number of 0 or more"):
