@@ -68,10 +68,10 @@ def install() -> None:
             "[compat] install: got deepspeed imported already, expected install() before. Call it first in the script."
         )
     _check_unimported()
+    comm.init_distributed()  # may fail: nothing is there yet
     for name, module in _modules().items():
         sys.modules[name] = module
     sys.meta_path.insert(0, _Installed())
-    comm.init_distributed()
     _released.detach_keeps_refusing = True
     _adapt_accelerate()
 

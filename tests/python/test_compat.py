@@ -206,6 +206,26 @@ def test_deepspeed_is_not_there_otherwise():
     )
 
 
+def test_an_install_that_fails_leaves_nothing_behind():
+    """Here for a group of torch.distributed of the script's own, which is not over MPI's ranks."""
+    run(
+        """
+        import sys
+        import torch
+        from torch.testing._internal.distributed import fake_pg
+        import zerocore.compat
+        torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+        try:
+            zerocore.compat.install()
+        except zerocore.errors.ConfigError as error:
+            assert "got a process group" in str(error)
+        else:
+            raise AssertionError("installed")
+        assert not [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
+        """
+    )
+
+
 @pytest.mark.parametrize("library", ["accelerate.utils", "transformers.integrations.deepspeed"])
 def test_install_after_a_library_that_has_looked(library):
     out = run(
