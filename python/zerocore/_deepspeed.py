@@ -31,7 +31,7 @@ from zerocore.errors import CheckpointError, UnsupportedError
 
 _OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
 MASTER = "master"
 _OWN_KEYS = {  # in the model states, beside the user's
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import zerocore
 from zerocore import _core
-from zerocore._deepspeed import DeepSpeedCheckpoint
+from zerocore._deepspeed import MASTER, DeepSpeedCheckpoint
 from zerocore._engine_state import DTYPE_NAMES, VALUE, Item, entry_of, plain_name
 from zerocore._foreign_pickle import StandIn
 from zerocore._manifest import CHUNK_BYTES, FORMAT, VERSION, File, Job, Manifest, Optimizer, State
@@ -24,7 +24,7 @@ from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 
 _HYPERPARAMETERS = (
     *("lr", "initial_lr", "weight_decay", "betas", "eps", "bias_correction"),
-    *("momentum", "dampening", "nesterov"),
+    *("momentum", "dampening", "nesterov", "lr_decay", "initial_accumulator_value"),
 )
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _UNKNOWN_THREADS = 0
@@ -107,6 +107,7 @@ def _params(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> list[Item]:
     """Parameters and buffers, in the model's order."""
     trained = {param.name: param for param in checkpoint.trained}
     steps = checkpoint.steps()
+    parts = _parts(checkpoint)
     groups: dict[str, list[str]] = {}
     for tie, name in checkpoint.ties().items():
         groups.setdefault(name, []).append(tie)
@@ -130,10 +131,10 @@ def _params(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> list[Item]:
         if param is not None:
             flat = param.fragments[0].flat if param.fragments else -1
             item.group, item.step = param.group, steps.get(flat, 0)
-            for part in checkpoint.parts():
+            for part, theirs in parts.items():
                 item.parts[part] = "F32"
                 for fragment in param.fragments:
-                    _add(item, part, "F32", fragment.begin, checkpoint.read(part, fragment))
+                    _add(item, part, "F32", fragment.begin, checkpoint.read(theirs, fragment))
         elif name in checkpoint.buffers:
             item.role = "buffer"
             item.parts[VALUE] = item.dtype
@@ -147,7 +148,7 @@ def _params(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> list[Item]:
             item.shape, pieces = found
             if not math.prod(item.shape):  # DeepSpeed calls it frozen, whatever it is
                 item.role, item.group, item.step = "trained", 0, max(steps.values(), default=0)
-                item.parts.update(dict.fromkeys(checkpoint.parts(), "F32"))
+                item.parts.update(dict.fromkeys(parts, "F32"))
                 continue
             item.parts[VALUE] = item.dtype
             at = 0
@@ -157,6 +158,18 @@ def _params(checkpoint: DeepSpeedCheckpoint, left_out: list[str]) -> list[Item]:
     if trained:
         raise CheckpointError(f"[import] {checkpoint.path} is damaged: the model has no {', '.join(trained)}.")
     return items
+
+
+def _parts(checkpoint: DeepSpeedCheckpoint) -> dict[str, str]:
+    """Our names of what there is of each trained parameter, and DeepSpeed's."""
+    parts = {name: name for name in checkpoint.parts()}
+    groups = checkpoint.param_groups()
+    kind = _optimizer_type(checkpoint, groups[0]) if groups else None
+    if kind == "lion":
+        parts.pop("exp_avg_sq", None)  # DeepSpeedCPULion keeps one, all zeros
+    if kind == "adagrad" and "exp_avg_sq" in parts:
+        parts["sum"] = parts.pop("exp_avg_sq")  # DeepSpeedCPUAdagrad's name of it
+    return parts
 
 
 def _add(item: Item, part: str, dtype: str, begin: int, values: torch.Tensor) -> None:
@@ -209,9 +222,14 @@ def _optimizer(checkpoint: DeepSpeedCheckpoint) -> Optimizer | None:
 
 
 def _optimizer_type(checkpoint: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> str:
-    """From the group where torch's optimizer says it, else from the configuration."""
+    """From the group where torch's optimizer says it, or the names of the states; else from the configuration."""
     if "momentum" in group:
         return "sgd"
+    states = set(checkpoint.parts()) - {MASTER}
+    if states == {"exp_avg"}:
+        return "lion"
+    if states in ({"sum"}, {"exp_avg_sq"}):
+        return "adagrad"
     decoupled = group.get("decoupled_weight_decay")
     if isinstance(decoupled, bool):
         return "adamw" if decoupled else "adam"

@@ -4,9 +4,10 @@ By hand, where deepspeed is installed (made with 0.19.8 and torch 2.13, on CPUs)
 
     python tests/python/make_deepspeed_checkpoints.py tests/data/deepspeed.tar.xz
 
-Of each of CASES there is a folder `<case>/global_step2` as save_checkpoint() leaves it, without the scripts that
-DeepSpeed copies into it, and `<case>/expected.safetensors`: `fp32/<name>` from DeepSpeed's zero_to_fp32, or from its
-safe_get_full_fp32_param where that fails, and `exp_avg/<name>`, `exp_avg_sq/<name>` from safe_get_full_optimizer_state.
+Of each of CASES and OTHER_OPTIMIZERS there is a folder `<case>/global_step2` as save_checkpoint() leaves it, without
+the scripts that DeepSpeed copies into it, and `<case>/expected.safetensors`: `fp32/<name>` from DeepSpeed's
+zero_to_fp32, or from its safe_get_full_fp32_param where that fails, and `exp_avg/<name>` and the like from
+safe_get_full_optimizer_state.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ VARIANTS = {  # of the configuration, and so of the layout
     "stage1-bf16-2ranks-sums32": {"data_types": {"grad_accum_dtype": "fp32"}},
 }
 CASES += VARIANTS
+_RATE = {"lr": 0.01, "weight_decay": 0.1}
+OTHER_OPTIMIZERS = {  # than Adam, whose states have other names
+    "stage2-fp32-2ranks-lion": {
+        "optimizer": {"type": "Lion", "params": _RATE | {"betas": [0.75, 0.875]}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},  # else it needs CUDA
+    },
+    "stage1-bf16-2ranks-adagrad": {"optimizer": {"type": "Adagrad", "params": _RATE}},
+    "stage3-fp32-2ranks-adagrad": {"optimizer": {"type": "Adagrad", "params": _RATE}},
+}
 STEPS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT_STATE = {
@@ -72,9 +82,11 @@ def make_model():
     return Model()
 
 
-def groups(model):
-    """Two parameter groups: biases and scales are not decayed."""
+def groups(model, case=""):
+    """Two parameter groups: biases and scales are not decayed. One for Adagrad: DeepSpeed fails with two."""
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if case.endswith("adagrad"):
+        return [{"params": [p for _, p in params]}]
     decayed = [p for _, p in params if p.dim() > 1]
     return [{"params": decayed}, {"params": [p for _, p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.003}]
 
@@ -96,7 +108,13 @@ def config(case):
         "steps_per_print": 10**9,
         **({} if dtype == "fp32" else {dtype: precision}),
         **VARIANTS.get(case, {}),
+        **OTHER_OPTIMIZERS.get(case, {}),
     }
+
+
+def states(case):
+    """The names of the optimizer's states, here and there."""
+    return {"lion": ("exp_avg",), "adagrad": ("sum",)}.get(case.rpartition("-")[2], ("exp_avg", "exp_avg_sq"))
 
 
 def parse(case):
@@ -113,7 +131,7 @@ def save(case, folder):
 
     _, _, ranks = parse(case)
     model = make_model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config(case))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model, case), config=config(case))
     for step in range(STEPS):
         random = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 9, (config(case)["train_batch_size"],), generator=random).chunk(ranks)[
@@ -131,7 +149,7 @@ def save(case, folder):
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             expected[f"fp32/{name}"] = safe_get_full_fp32_param(param)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in states(case):
                 expected[f"{key}/{name}"] = safe_get_full_optimizer_state(param, key)
     if engine.global_rank == 0:
         if case == "stage1-bf16-2ranks-sums32":  # "not a zero checkpoint", zero_to_fp32 says
@@ -181,7 +199,7 @@ def main():
             save(case, f"{sys.argv[2]}/{case}")
         return
     with tempfile.TemporaryDirectory() as folder:
-        run(CASES, folder)
+        run([*CASES, *OTHER_OPTIMIZERS], folder)
         with tarfile.open(sys.argv[1], "w:xz") as archive:
             archive.add(folder, arcname=".")
 

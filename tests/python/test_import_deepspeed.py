@@ -148,6 +148,64 @@ def test_training_goes_on(saved, folder, case, world_size):
     engine.close()
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("case", deepspeed.OTHER_OPTIMIZERS)
+def test_lion_and_adagrad_go_on(saved, folder, case, world_size):
+    comm = zerocore._comm.world()
+    if comm.rank == 0:
+        import_deepspeed(saved / case, folder)
+    comm.barrier("imported").wait()
+    model = deepspeed.make_model()
+    engine = zerocore.Engine(model, deepspeed.config(case), model_parameters=deepspeed.groups(model, case))
+    engine.load_checkpoint(folder, strict=True)
+    expected = as_deepspeed_says(saved / case)
+    utils = zerocore.utils
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(utils.safe_get_full_fp32_param(param), expected[f"fp32/{name}"])
+            for key in deepspeed.states(case):
+                state = utils.safe_get_full_optimizer_state(param, key)
+                assert torch.equal(state, expected[f"{key}/{name}"]) and state.any()
+    steps = {entry.step for entry in open_checkpoint(folder).manifest.of_role("trained")}
+    assert steps == {deepspeed.STEPS} and engine.optimizer.type == case.rpartition("-")[2]
+    engine.backward(engine(torch.arange(4 // world_size)))
+    engine.step()
+    assert engine.was_step_applied()
+    engine.close()
+
+
+@pytest.mark.parametrize("case", deepspeed.OTHER_OPTIMIZERS)
+def test_lion_and_adagrad_are_known_by_their_states(copy, tmp_path, case):
+    """Of one that the script handed in, the configuration says nothing; names are those of DeepSpeed's CPU variants."""
+    folder = copy(case)
+    kind = case.rpartition("-")[2]
+
+    def of_state(state):
+        if kind == "lion":
+            state.pop("exp_avg_sq")
+        else:
+            state["exp_avg_sq"] = state.pop("sum")
+
+    def change(states):
+        optim = states["optimizer_state_dict"]
+        base = optim["optimizer_state_dict"] if "stage3" in case else optim["base_optimizer_state"]
+        optim["zero_stage"] = deepspeed.parse(case)[0]
+        for state in base["state"].values():
+            of_state(state)
+
+    for rank in range(2):
+        rewrite(folder, f"*_rank_{rank}_*_optim_states.pt", change)
+    for file in list(folder.glob("*model_states.pt")):
+        rewrite(folder, file.name, lambda states: states["ds_config"].pop("optimizer"))
+    import_deepspeed(folder, tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").manifest.optimizer.type == kind
+    got, expected = read(tmp_path / "out"), as_deepspeed_says(folder.parent)
+    for name in ("table.weight", "scale"):
+        (key,) = deepspeed.states(case)
+        assert torch.equal(got[f"{key}/{name}"], expected[f"{key}/{name}"])
+        assert f"exp_avg_sq/{name}" not in got
+
+
 def test_what_is_left_out_is_listed(saved, tmp_path, capsys):
     assert main(["import-deepspeed", str(saved / SOME[0] / "global_step2"), str(tmp_path)]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "left out" in line]
