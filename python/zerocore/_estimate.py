@@ -11,6 +11,7 @@ import torch
 
 from zerocore._plan import plan, table
 from zerocore.config import Config, OptimizerConfig, PrecisionConfig, ZeroConfig
+from zerocore.errors import ConfigError
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -34,6 +35,34 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> None:
     """As estimate_zero2_model_states_mem_needs_all_live(), in stage 3."""
     _estimate(model, 3, num_gpus_per_node, num_nodes)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """As estimate_zero2_model_states_mem_needs_all_live(), for layers of so many parameters in all."""
+    largest = min(int(total_params), ZeroConfig().bucket_numel)
+    _estimate(_of_layers(int(total_params), largest), 2, num_gpus_per_node, num_nodes)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """As estimate_zero3_model_states_mem_needs_all_live(), for layers as large as the largest, and a rest."""
+    _estimate(_of_layers(int(total_params), int(largest_layer_params)), 3, num_gpus_per_node, num_nodes)
+
+
+def _of_layers(total: int, largest: int) -> torch.nn.Module:
+    if not 0 < largest <= total:
+        raise ConfigError(
+            f"[plan] got {total} parameters, {largest} of them in the largest layer, expected 0 < largest <= total."
+        )
+    sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    return torch.nn.Sequential(*(torch.nn.Linear(1, size, bias=False, device="meta") for size in sizes))
 
 
 def _estimate(model: torch.nn.Module, stage: int, ranks_per_node: int, nodes: int) -> None:

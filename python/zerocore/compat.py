@@ -36,6 +36,8 @@ VERSION = "0.19.8"
 
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
+_KINDS = ("live", "cold")  # of estimates: of a model that is there, and of one that is not
+
 # transformers replaces the first while a model is built, so that torch.arange() keeps its dtype. Here nothing calls it.
 _PATCHED_BY_TRANSFORMERS = {
     "zero_wrapper_for_fp_tensor_constructor": lambda fn, *args, **kwargs: fn,
@@ -133,10 +135,12 @@ def _modules() -> dict[str, types.ModuleType]:
             "runtime.zero.partition_parameters", {**_named(zero, zero.__all__), **_PATCHED_BY_TRANSFORMERS}
         ),
         "deepspeed.runtime.zero.stage3": _module(
-            "runtime.zero.stage3", _named(utils, ["estimate_zero3_model_states_mem_needs_all_live"])
+            "runtime.zero.stage3",
+            _named(utils, [f"estimate_zero3_model_states_mem_needs_all_{kind}" for kind in _KINDS]),
         ),
         "deepspeed.runtime.zero.stage_1_and_2": _module(
-            "runtime.zero.stage_1_and_2", _named(utils, ["estimate_zero2_model_states_mem_needs_all_live"])
+            "runtime.zero.stage_1_and_2",
+            _named(utils, [f"estimate_zero2_model_states_mem_needs_all_{kind}" for kind in _KINDS]),
         ),
         "deepspeed.utils": _module("utils", _named(utils, utils.__all__)),
         "deepspeed.utils.groups": groups,

@@ -15,7 +15,9 @@ import torch
 
 from zerocore import _comm, _convert, _core, _engine_state, _load, _memory, _params, _units, groups
 from zerocore._estimate import (
+    estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zerocore.errors import ConfigError
@@ -24,7 +26,9 @@ __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",

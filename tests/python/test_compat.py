@@ -166,6 +166,7 @@ def test_deepspeed_is_there_where_install_was_called():
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import logger, safe_get_full_grad, set_z3_leaf_modules
         from deepspeed.runtime.utils import see_memory_usage
+        from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
         from deepspeed.utils import groups

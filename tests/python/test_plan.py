@@ -14,6 +14,7 @@ from zerocore import utils
 from zerocore._cli import main
 from zerocore._plan import build_model, plan
 from zerocore.config import Config, OptimizerConfig, PrecisionConfig, ZeroConfig
+from zerocore.errors import ConfigError
 
 WHILE_RUNNING = {"gradient_buckets", "gathered_parameters"}
 
@@ -148,6 +149,21 @@ def test_deepspeeds_estimates_are_what_an_engine_holds(stage, capsys):
     assert named == {name: report[name] for name in named}
     assert table["between steps"] == [sum(named.values())]
     engine.close()
+
+
+def test_deepspeeds_estimates_of_a_model_that_is_nowhere(capsys):
+    """4 billion parameters on 64 ranks: 2 bytes of the model whole or sharded, 16 of the states sharded."""
+    total, largest, ranks = 2**32, 2**26, 64
+    utils.estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node=8, num_nodes=8)
+    _, table = lines_of(capsys)
+    assert table["parameters"] == [2 * total] and table["optimizer_state"] == [8 * total // ranks]
+    utils.estimate_zero3_model_states_mem_needs_all_cold(total, largest, num_gpus_per_node=8, num_nodes=8)
+    lines, table = lines_of(capsys)
+    assert lines[0] == f"Sequential: {total:,} parameters; 8 nodes of 8 ranks; bf16, AdamW"
+    assert table["between steps"] == [18 * total // ranks]
+    assert table["gathered_parameters, at most"][0] >= 2 * largest
+    with pytest.raises(ConfigError, match=r"got 5 parameters, 6 of them in the largest layer"):
+        utils.estimate_zero3_model_states_mem_needs_all_cold(5, 6)
 
 
 # The command
