@@ -647,9 +647,10 @@ def test_an_engine_stays_where_it_is(world_size):
 def test_what_the_parent_had_in_the_environment_is_not_taken_for_the_ranks(mpirun, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, zerocore\n"
+        "import os, sys, zerocore\n"
         "zerocore.init_distributed()\n"
-        "print('got', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], flush=True)\n"
+        "got = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]\n"
+        "open(f'{sys.argv[1]}/{os.getpid()}.got', 'w').write(' '.join(got))\n"
     )
-    job = mpirun(2, str(script), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert sorted(line for line in job.stdout.splitlines() if "got" in line) == ["got 0 2 0", "got 1 2 1"], job.stdout
+    job = mpirun(2, str(script), str(tmp_path), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert sorted(path.read_text() for path in tmp_path.glob("*.got")) == ["0 2 0", "1 2 1"], job.stdout
