@@ -296,16 +296,10 @@ void StepEngine::follow_masters() {
 
 StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
                             std::uint32_t settings, bool stop, const Weights& weights, double scale) {
-  ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   optimizer_.set_groups(groups);
-  reducer_->wait();
-  StepResult result = measure(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop, weights, scale);
-  if (result.scalars.skip) {
-    result.nonfinite = nonfinite_params();
-    zero_grad();
-    return result;
-  }
-  optimizer_.begin_step(reducer_->used());
+  const StepResult result =
+      begin_step(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop, weights, scale);
+  if (result.scalars.skip) return result;
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
     if (!layout_.buckets()[b].trainable) continue;
@@ -338,16 +332,10 @@ StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor
 
 StepResult StepEngine::begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
                                           const Weights& weights, double scale) {
-  ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   ZC_CHECK(options_.accumulate_dtype == DType::kF32, kInternal, "[engine] a foreign optimizer needs fp32 gradients");
-  reducer_->wait();
-  StepResult result = measure(divisor, max_norm, digest({}, divisor, max_norm, settings), stop, weights, scale);
-  if (result.scalars.skip) {
-    result.nonfinite = nonfinite_params();
-    zero_grad();
-    return result;
-  }
-  optimizer_.begin_step(reducer_->used());
+  const StepResult result =
+      begin_step(divisor, max_norm, digest({}, divisor, max_norm, settings), stop, weights, scale);
+  if (result.scalars.skip) return result;
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     if (!layout_.buckets()[b].trainable) continue;
@@ -361,6 +349,20 @@ StepResult StepEngine::begin_foreign_step(double divisor, double max_norm, std::
 void StepEngine::end_foreign_step() {
   follow_masters();
   reducer_->reset();
+}
+
+StepResult StepEngine::begin_step(double divisor, double max_norm, std::int64_t settings, bool stop,
+                                  const Weights& weights, double scale) {
+  ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
+  reducer_->wait();
+  StepResult result = measure(divisor, max_norm, settings, stop, weights, scale);
+  if (result.scalars.skip) {
+    result.nonfinite = nonfinite_params();
+    zero_grad();
+  } else {
+    optimizer_.begin_step(reducer_->used());
+  }
+  return result;
 }
 
 // The exact norm over all ranks, and with it every scalar of the step.

@@ -157,6 +157,9 @@ class StepEngine {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }
   void follow_masters();  // what is kept of the parameters takes the masters' values, on all ranks
+  // What comes before any update: the norm; then the optimizer's step has begun, or everything folded is dropped.
+  StepResult begin_step(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
+                        double scale);
   StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
                      double scale);
   std::vector<int> nonfinite_params();
