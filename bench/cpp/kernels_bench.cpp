@@ -222,6 +222,7 @@ int measure(benchmark::State& state, std::int64_t numel, int bytes, const std::f
   return passes;
 }
 
+constexpr std::uint8_t kUsed = 1;
 const math::StepScalars kStep{.grad_norm = 1, .clip = 1, .factor = 0.5f, .skip = 0};
 
 template <class Model, class Grad = float>
@@ -244,7 +245,7 @@ void Adam(benchmark::State& state) {
                                  .model_dtype = kDType<Model>};
   const int passes = measure(
       state, kN, static_cast<int>(24 + sizeof(Grad) + (kHasModel ? 2 : 0)),
-      [&] { cpu_kernels().adam(whole, &scalars, &kStep, buffers, {}); },
+      [&] { cpu_kernels().adam(whole, &scalars, &kUsed, &kStep, buffers, {}); },
       [&](std::int64_t begin, std::int64_t end) {
         if constexpr (kHasModel) {
           update_three_and_copy(grad.words(), param.words(), exp_avg.words(), exp_avg_sq.words(), model.words(), begin,
@@ -275,7 +276,7 @@ void SgdMomentum(benchmark::State& state) {
   std::vector<float> p = param.head(), b = buffer.head();
   const OptimizerBuffers buffers{.grad = grad.data(), .param = param.data(), .state1 = buffer.data()};
   const int passes = measure(
-      state, kNumel, 20, [&] { cpu_kernels().sgd(whole, &scalars, &kStep, buffers, {}); },
+      state, kNumel, 20, [&] { cpu_kernels().sgd(whole, &scalars, &kUsed, &kStep, buffers, {}); },
       [&](std::int64_t begin, std::int64_t end) {
         update_two(grad.words(), param.words(), buffer.words(), begin, end);
       });
@@ -295,7 +296,7 @@ void Sgd(benchmark::State& state) {
   std::vector<float> p = param.head();
   const OptimizerBuffers buffers{.grad = grad.data(), .param = param.data()};
   const int passes = measure(
-      state, kNumel, 12, [&] { cpu_kernels().sgd(whole, &scalars, &kStep, buffers, {}); },
+      state, kNumel, 12, [&] { cpu_kernels().sgd(whole, &scalars, &kUsed, &kStep, buffers, {}); },
       [&](std::int64_t begin, std::int64_t end) { fold_one(param.words(), grad.words(), begin, end); });
   for (int step = 0; step < passes; ++step) {
     for (std::size_t i = 0; i < kChecked; ++i) math::sgd_element(scalars, g[i] * kStep.factor, p[i]);
@@ -350,7 +351,7 @@ template <class T>
 void SquareSum(benchmark::State& state) {
   const std::vector<Piece> whole{{0, kNumel, 0}};
   const Array<T> in(kNumel, -1, 1, 1);
-  std::vector<std::uint8_t> nonfinite(1, 0);
+  std::vector<std::int64_t> nonfinite(1, 0);
   double sum = 0;
   measure(
       state, kNumel, sizeof(T),

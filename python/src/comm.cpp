@@ -103,6 +103,9 @@ py::dict traffic(const Communicator& comm) {
   return report;
 }
 
+// A stream as frameworks hand it over: its handle as a number, 0 the default stream.
+zc::device::Stream stream(std::uintptr_t handle) { return {reinterpret_cast<void*>(handle)}; }
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -126,17 +129,34 @@ void bind_comm(py::module_& m) {
       .def(
           "allocate", [](Communicator& self, std::int64_t bytes) { return PyMemory{self.allocate(bytes), bytes}; },
           py::arg("bytes"), "Zeroed memory that peers may read.")
-      .def("reduce_scatter_add", &Communicator::reduce_scatter_add, NoGil(), py::arg("bucket"), py::arg("shard"),
-           py::arg("label"), py::arg("first") = false,
-           "shard += this rank's slice of every rank's bucket, in rank order, rounded to the shard's dtype after each "
-           "addition. Both: fp32, fp16 or bf16. first: the shard counts as +0, whatever it holds. Returns a Work.")
-      .def("all_gather", py::overload_cast<zc::BufferView, std::string_view>(&Communicator::all_gather), NoGil(),
-           py::arg("full"), py::arg("label"), "Fills the other ranks' slices of `full` in place. Returns a Work.")
-      .def("all_gather", py::overload_cast<zc::BufferView, zc::BufferView, std::string_view>(&Communicator::all_gather),
-           NoGil(), py::arg("shard"), py::arg("full"), py::arg("label"),
-           "Fills `full` from every rank's `shard`, which lies outside it. Returns a Work.")
-      .def("broadcast", &Communicator::broadcast, NoGil(), py::arg("view"), py::arg("root"), py::arg("label"),
-           "Copies the root's memory to every rank. Returns a Work.")
+      .def(
+          "reduce_scatter_add",
+          [](Communicator& self, zc::BufferView bucket, zc::BufferView shard, std::string_view label, bool first,
+             std::uintptr_t after) { return self.reduce_scatter_add(bucket, shard, label, first, stream(after)); },
+          NoGil(), py::arg("bucket"), py::arg("shard"), py::arg("label"), py::arg("first") = false,
+          py::arg("after") = 0,
+          "shard += this rank's slice of every rank's bucket, in rank order, rounded to the shard's dtype after each "
+          "addition. Both: fp32, fp16 or bf16. first: the shard counts as +0, whatever it holds. Returns a Work.")
+      .def(
+          "all_gather",
+          [](Communicator& self, zc::BufferView full, std::string_view label, std::uintptr_t after) {
+            return self.all_gather(full, label, stream(after));
+          },
+          NoGil(), py::arg("full"), py::arg("label"), py::arg("after") = 0,
+          "Fills the other ranks' slices of `full` in place. Returns a Work.")
+      .def(
+          "all_gather",
+          [](Communicator& self, zc::BufferView shard, zc::BufferView full, std::string_view label,
+             std::uintptr_t after) { return self.all_gather(shard, full, label, stream(after)); },
+          NoGil(), py::arg("shard"), py::arg("full"), py::arg("label"), py::arg("after") = 0,
+          "Fills `full` from every rank's `shard`, which lies outside it. Returns a Work.")
+      .def(
+          "broadcast",
+          [](Communicator& self, zc::BufferView view, int root, std::string_view label, std::uintptr_t after) {
+            return self.broadcast(view, root, label, stream(after));
+          },
+          NoGil(), py::arg("view"), py::arg("root"), py::arg("label"), py::arg("after") = 0,
+          "Copies the root's memory to every rank. Returns a Work.")
       .def("barrier", &Communicator::barrier, NoGil(), py::arg("label"), "Returns a Work.")
       .def("all_reduce", &all_reduce, py::arg("values"), py::arg("op"), py::arg("label"),
            "Reduces a few integers exactly, element by element. Blocks; returns the result.")

@@ -28,7 +28,8 @@ void update_adam(const zc::math::AdamHyper& hyper, std::int64_t step, zc::Buffer
   const zc::math::AdamScalars scalars = zc::math::adam_scalars(hyper, step);
   const zc::math::StepScalars step_scalars;
   const std::vector<zc::device::Piece> whole{{0, grad.numel, 0}};
-  zc::device::cpu_kernels().adam(whole, &scalars, &step_scalars,
+  constexpr std::uint8_t kUsed = 1;
+  zc::device::cpu_kernels().adam(whole, &scalars, &kUsed, &step_scalars,
                                  {.grad = grad.data,
                                   .grad_dtype = grad.dtype,
                                   .param = param.as<float>(),
@@ -81,36 +82,27 @@ void bind_optimizers(py::module_& m) {
         py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("model"));
 }
 
-// The loss-scale rule with its state.
-struct LossScaler {
-  zc::math::LossScaleRule rule;
-  zc::math::LossScaleState state;
-};
-
-void bind_loss_scaler(py::module_& m) {
-  py::class_<LossScaler>(m, "LossScaler", "Static or dynamic loss scale; the rule is zc/math/loss_scale.h's.")
+// The loss scale that an engine keeps.
+void bind_loss_scale(py::module_& m, py::class_<StepEngine>& engine) {
+  using zc::math::LossScaleRule;
+  py::class_<LossScaleRule>(m, "LossScaleRule", "Static or dynamic loss scale; the rule is zc/math/loss_scale.h's.")
       .def(py::init([](bool dynamic, double initial_scale, std::int64_t window, std::int64_t hysteresis,
                        bool consecutive_hysteresis, double min_scale) {
-             const zc::math::LossScaleRule rule{dynamic,    initial_scale,          window,
-                                                hysteresis, consecutive_hysteresis, min_scale};
-             return LossScaler{rule, zc::math::initial_loss_scale(rule)};
+             return LossScaleRule{dynamic, initial_scale, window, hysteresis, consecutive_hysteresis, min_scale};
            }),
            py::kw_only(), py::arg("dynamic"), py::arg("initial_scale"), py::arg("window"), py::arg("hysteresis"),
-           py::arg("consecutive_hysteresis"), py::arg("min_scale"))
-      .def_property_readonly("scale", [](const LossScaler& self) { return self.state.scale; })
+           py::arg("consecutive_hysteresis"), py::arg("min_scale"));
+  engine.def_property_readonly("loss_scale", [](StepEngine& self) { return self.loss_scale().scale; })
       .def_property(
-          "state",
-          [](const LossScaler& self) {
-            const auto& s = self.state;
+          "loss_scale_state",
+          [](StepEngine& self) {
+            const auto& s = self.loss_scale();
             return std::tuple(s.scale, s.iteration, s.last_overflow, s.hysteresis);
           },
-          [](LossScaler& self, std::tuple<double, std::int64_t, std::int64_t, std::int64_t> s) {
-            self.state = {std::get<0>(s), std::get<1>(s), std::get<2>(s), std::get<3>(s)};
+          [](StepEngine& self, std::tuple<double, std::int64_t, std::int64_t, std::int64_t> s) {
+            self.set_loss_scale({std::get<0>(s), std::get<1>(s), std::get<2>(s), std::get<3>(s)});
           },
-          "All that changes: (scale, iteration, last overflow, overflows left until the scale halves).")
-      .def(
-          "update", [](LossScaler& self, bool overflow) { return zc::math::update(self.rule, self.state, overflow); },
-          "Moves past one step. False: an overflow at the minimum scale.");
+          "All that changes: (scale, iteration, last overflow, overflows left until the scale halves).");
 }
 
 // What checkpoints need: ranges are (begin, end), memory is (address, bytes).
@@ -187,7 +179,6 @@ void bind_gatherer(py::class_<StepEngine>& engine) {
 
 void bind_engine(py::module_& m) {
   bind_optimizers(m);
-  bind_loss_scaler(m);
 
   m.def(
       "shard_group",
@@ -222,7 +213,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("skipped", [](const zc::engine::StepResult& r) { return r.scalars.skip != 0; })
       .def_property_readonly("grad_norm", [](const zc::engine::StepResult& r) { return r.scalars.grad_norm; })
       .def_property_readonly("clip", [](const zc::engine::StepResult& r) { return r.scalars.clip; })
-      .def_readonly("stop", &zc::engine::StepResult::stop)
+      .def_readonly("exhausted", &zc::engine::StepResult::exhausted)
       .def_readonly("nonfinite", &zc::engine::StepResult::nonfinite);
 
   py::enum_<StateKind>(m, "StateKind")
@@ -243,7 +234,8 @@ void bind_engine(py::module_& m) {
                        std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel, int num_grad_buffers,
                        zc::DType reduce_dtype, zc::DType accumulate_dtype, bool share_parameters,
                        std::vector<std::pair<std::string, int>> units, std::int64_t max_live_numel,
-                       std::int64_t max_reuse_numel, std::int64_t prefetch_numel) {
+                       std::int64_t max_reuse_numel, std::int64_t prefetch_numel,
+                       std::optional<zc::math::LossScaleRule> loss_scale) {
              zc::engine::Options options{stage,
                                          bucket_numel,
                                          num_grad_buffers,
@@ -251,7 +243,8 @@ void bind_engine(py::module_& m) {
                                          accumulate_dtype,
                                          share_parameters,
                                          {},
-                                         {max_live_numel, max_reuse_numel, prefetch_numel}};
+                                         {max_live_numel, max_reuse_numel, prefetch_numel},
+                                         loss_scale};
              for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
              auto& device =
                  comm->backend() == std::string_view("plan") ? zc::device::plan_device() : zc::device::cpu_device();
@@ -261,7 +254,7 @@ void bind_engine(py::module_& m) {
            NoGil(), py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
            py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
            py::arg("share_parameters"), py::arg("units"), py::arg("max_live_numel"), py::arg("max_reuse_numel"),
-           py::arg("prefetch_numel"))
+           py::arg("prefetch_numel"), py::arg("loss_scale"))
       .def("allocate_states", static_cast<void (StepEngine::*)()>(&StepEngine::allocate_states), NoGil())
       .def("param_memory",
            [](const StepEngine& self, int param) {
@@ -303,20 +296,23 @@ void bind_engine(py::module_& m) {
       .def(
           "step",
           [](StepEngine& self, const std::vector<zc::optim::Hyper>& groups, double divisor, double max_norm,
-             std::uint32_t settings, bool stop, std::vector<double> weights, bool weights_missing, double scale) {
-            return self.step(groups, divisor, max_norm, settings, stop, {std::move(weights), weights_missing}, scale);
+             std::uint32_t settings, bool stop, std::vector<double> weights, bool weights_missing) {
+            self.step(groups, divisor, max_norm, settings, stop, {std::move(weights), weights_missing});
+            return self.asked_to_stop();
           },
           NoGil(), py::arg("groups"), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"),
-          py::arg("stop"), py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
+          py::arg("stop"), py::arg("weights"), py::arg("weights_missing"))
       .def(
           "begin_foreign_step",
           [](StepEngine& self, double divisor, double max_norm, std::uint32_t settings, bool stop,
-             std::vector<double> weights, bool weights_missing, double scale) {
-            return self.begin_foreign_step(divisor, max_norm, settings, stop, {std::move(weights), weights_missing},
-                                           scale);
+             std::vector<double> weights, bool weights_missing) {
+            self.begin_foreign_step(divisor, max_norm, settings, stop, {std::move(weights), weights_missing});
+            return self.asked_to_stop();
           },
           NoGil(), py::kw_only(), py::arg("divisor"), py::arg("max_norm"), py::arg("settings"), py::arg("stop"),
-          py::arg("weights"), py::arg("weights_missing"), py::arg("scale"))
+          py::arg("weights"), py::arg("weights_missing"))
+      .def(
+          "result", [](StepEngine& self) { return self.result(); }, NoGil())
       .def("end_foreign_step", &StepEngine::end_foreign_step, NoGil())
       .def("used_params",
            [](StepEngine& self) {
@@ -326,6 +322,7 @@ void bind_engine(py::module_& m) {
       .def("zero_grad", &StepEngine::zero_grad, NoGil())
       .def("memory_report", &StepEngine::memory_report)
       .def("most_while_running", &StepEngine::most_while_running);
+  bind_loss_scale(m, engine);
   bind_checkpoint(engine);
   bind_gatherer(engine);
 }

@@ -9,8 +9,9 @@ from zerocore import _channel, _departure
 
 if TYPE_CHECKING:
     from zerocore import accelerator, checkpointing, comm, compat, errors, ops, utils, zero
-    from zerocore._engine import Engine, GradNorm
+    from zerocore._engine import Engine
     from zerocore._initialize import add_config_arguments, init_inference, initialize, tp_model_init
+    from zerocore._outcome import GradNorm
     from zerocore.comm import init_distributed
     from zerocore.config import Config
     from zerocore.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -21,7 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "zerocore.config",
     "Engine": "zerocore._engine",
-    "GradNorm": "zerocore._engine",
+    "GradNorm": "zerocore._outcome",
     "WarmupCosineLR": "zerocore.schedulers",
     "WarmupDecayLR": "zerocore.schedulers",
     "WarmupLR": "zerocore.schedulers",

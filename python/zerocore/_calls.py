@@ -24,7 +24,6 @@ class Calls(EnginePart):
 
     _accumulation: Accumulation
     _optimizer: Optimizer
-    _scaler: Any
     _in_no_sync = 0
     training_dataloader: Any
 
@@ -55,9 +54,9 @@ class Calls(EnginePart):
 
         With the engine's own backward(), which scales by itself, it is not needed.
         """
-        if self._scaler is None:
+        scaled = self._params.scale_loss(loss)
+        if scaled is loss:
             return loss
-        scaled: torch.Tensor = loss.float() * self._scaler.scale
         scaled.register_hook(self._params.gradients.expect_scaled)  # type: ignore[no-untyped-call]
         return scaled
 
@@ -254,7 +253,7 @@ class Calls(EnginePart):
         return self.config.precision.compute_dtype or self.config.precision.dtype
 
     def dynamic_loss_scale(self) -> bool:
-        return self._scaler is not None and self.config.precision.loss_scale.static_scale is None
+        return self._params.loss_scale() is not None and self.config.precision.loss_scale.static_scale is None
 
     def steps_per_print(self) -> int | None:
         return self.config.steps_per_print

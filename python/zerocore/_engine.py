@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,24 +19,14 @@ from zerocore._calls import Calls
 from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
 from zerocore._other_state import broadcast, other_state_bytes, share_other_state
+from zerocore._outcome import GradNorm, Outcomes
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
 from zerocore._reports import Reports, collectives
 from zerocore._saving import Saving
 from zerocore._whole_model import WholeModel
-from zerocore.config import Config, PrecisionConfig, as_config
-from zerocore.errors import ConfigError, Error, NonFiniteError
-
-logger = logging.getLogger("zerocore")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradNorm:
-    """The L2 norm of the mean gradient in the last step. `after` = before * factor; factor < 1 when it was clipped."""
-
-    before: float
-    after: float
-    factor: float
+from zerocore.config import Config, as_config
+from zerocore.errors import ConfigError, Error
 
 
 class Engine(WholeModel, Saving, Calls):
@@ -112,8 +100,6 @@ class Engine(WholeModel, Saving, Calls):
         self._reports = Reports(self.config, rank=self.rank)
         self._scheduler = schedulers.build(lr_scheduler, self.config.scheduler, self._optimizer)
         self._accumulation = Accumulation(self.config, rank=self.rank, world_size=self.world_size)
-        self._scaler = _loss_scaler(self.config.precision)
-        self._optimizer.loss_scale = self.loss_scale
         self.training_dataloader = None
         if training_data is not None:
             self.training_dataloader = _data.make_loader(
@@ -136,7 +122,6 @@ class Engine(WholeModel, Saving, Calls):
         self._statistics.attach()
         self.global_steps = 0
         self.global_samples = 0  # that the steps so far went through, over all ranks
-        self.skipped_steps = 0
         self.micro_steps = 0
         self._forwards = 0  # in training since the last micro-step ended
         self._had_micro_batch = True
@@ -144,8 +129,8 @@ class Engine(WholeModel, Saving, Calls):
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._weights = Weights()
         self._told_weight = False  # of the open micro-step, by a backward() of this engine
-        self._grad_norm: GradNorm | None = None
-        self._applied = False
+        self._outcomes = Outcomes(self)
+        self._optimizer.loss_scale = self.loss_scale
         self._broken_by: str | None = None  # what has left the state in parts
         # Of its own: users call all_reduce_mean() between backward() and step(), where ranks may be at different points
         # of their reductions.
@@ -238,11 +223,11 @@ class Engine(WholeModel, Saving, Calls):
             self._weights.add(weight)
             self._told_weight = True
             self._losses.append(loss.detach())
-        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+        scaled = self._params.scale_loss(loss)
         try:
             Weights.under_way = weight
             with self._params.backward():
-                scaled.backward(retain_graph=retain_graph)
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException as error:
             if self._params.gradients.took_any:
                 self._broken_by = (
@@ -280,7 +265,7 @@ class Engine(WholeModel, Saving, Calls):
         self._ended_early = False
         self._accumulation.decide()
         if not self._accumulation.reached_boundary():
-            self._applied = False
+            self._outcomes.made_none()
             return
         divisor = self._accumulation.divisor()
         if self._joining is not None:
@@ -289,52 +274,23 @@ class Engine(WholeModel, Saving, Calls):
 
     def _update(self, divisor: float, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Steps the optimizer on all ranks; divisor: of the gradients as they would be without a loss scale."""
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        result = self._params.step(
-            divisor=divisor * scale,
-            scale=scale,
+        self._outcomes.settle()  # the last step's: the scheduler may move learning rates
+        stop = self._params.step(
+            divisor=divisor,
             weights=self._weights,
             max_norm=self.config.gradient_clipping,
             stop=self._checkpoints.stop_asked,
         )
         broadcast(self._statistics.rank0_buffers(), self.comm, "buffers")
-        self._grad_norm = GradNorm(before=result.grad_norm, after=result.grad_norm * result.clip, factor=result.clip)
         loss_divisor = sum(self._weights.given) or self._accumulation.loss_divisor(len(self._losses))
         self._accumulation.reset()
-        self._applied = not result.skipped
-        step, losses = self.global_steps, self._losses
+        losses = self._losses
         self._losses, self._weights = [], Weights()
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
-        self.skipped_steps += result.skipped
         self.comm.set_activity(f"step {self.global_steps}")
-        exhausted = self._scaler is not None and not self._scaler.update(result.skipped)
-        self._optimizer.overflow, self._optimizer.loss_scale = result.skipped, self.loss_scale
-        if result.skipped:
-            self._report_nonfinite(step, scale, losses, result.nonfinite, exhausted)
-        else:
-            for optimizer in (self._optimizer, self._optimizer.source):
-                if optimizer is not None:  # what its own step() would have noted; torch's schedulers warn without
-                    optimizer._opt_called = True  # type: ignore[attr-defined]
-            if self._scheduler is not None:
-                self._scheduler.step(**(lr_kwargs or {}))
-        self._reports.end_step(
-            losses,
-            loss_divisor=loss_divisor,
-            lr=self.get_lr()[0],
-            loss_scale=None if self._scaler is None else self._scaler.scale,
-            samples=self.global_samples,
-        )
-        every = self.config.steps_per_print
-        if every is not None and self.global_steps % every == 0 and self.rank == 0:
-            logger.info(
-                "[engine] step %d: lr %s, grad norm %g, skipped %d",
-                self.global_steps,
-                self.get_lr(),
-                result.grad_norm,
-                self.skipped_steps,
-            )
-        if result.stop:
+        self._outcomes.made(losses=losses, loss_divisor=loss_divisor, lr_kwargs=lr_kwargs)
+        if stop:
             self._checkpoints.stop()
 
     def join(self) -> Join:
@@ -402,18 +358,20 @@ class Engine(WholeModel, Saving, Calls):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the mean gradient in the last step, before clipping; None before the first."""
-        return None if self._grad_norm is None else self._grad_norm.before
+        norm = self._outcomes.grad_norm
+        return None if norm is None else norm.before
 
     def grad_norm_report(self) -> GradNorm | None:
         """The norm before and after clipping, and the factor between them; None before the first step."""
-        return self._grad_norm
+        return self._outcomes.grad_norm
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated parameters: on a boundary and not skipped."""
-        return self._applied
+        return self._outcomes.applied
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, as the next step will use it."""
+        self._outcomes.settle()
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def all_reduce_mean(self, value: float) -> float:
@@ -526,17 +484,24 @@ class Engine(WholeModel, Saving, Calls):
         return torch.device("cpu")
 
     @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite, which changed nothing; they count in global_steps."""
+        return self._outcomes.skipped_steps
+
+    @property
     def optimizer(self) -> _optimizer.Optimizer:
+        self._outcomes.settle()
         return self._optimizer
 
     @property
     def lr_scheduler(self) -> Any:
+        self._outcomes.settle()
         return self._scheduler
 
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward; 1 unless fp16."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return self._outcomes.loss_scale
 
     def close(self) -> None:
         """Takes the engine's hooks off the model, which keeps its parameters. Idempotent.
@@ -617,51 +582,6 @@ class Engine(WholeModel, Saving, Calls):
             )
         total = _core.sum_weights(self._mean_comm, self._weights.given, self._weights.missing)
         return (self._accumulation.divisor() if total is None else total) * self.loss_scale
-
-    def _raises_on_nonfinite(self) -> bool:
-        policy = self.config.precision.on_nonfinite
-        precision = self.config.precision
-        whole = {precision.dtype, precision.compute_dtype or precision.dtype} == {"fp32"}
-        return policy == "raise" or (policy is None and whole)
-
-    def _report_nonfinite(
-        self, step: int, scale: float, losses: list[torch.Tensor], params: list[str], exhausted: bool
-    ) -> None:
-        bad_losses = [float(loss) for loss in losses if not math.isfinite(float(loss))]
-        what = (
-            f"[engine] step {step}: gradients are not finite, nothing was updated: got inf or NaN in {len(params)} "
-            f"parameters, first "
-            f"{', '.join(params[:5])}; loss on rank {self.rank} "
-            f"{f'was {bad_losses[0]}' if bad_losses else 'was finite'}"
-        )
-        if exhausted and self.config.precision.on_nonfinite != "clamp":
-            raise NonFiniteError(
-                f"{what}; the loss scale is at its minimum {scale:g}. A loss that is not finite comes from the model "
-                f"or the data; otherwise "
-                "use bf16, lower the learning rate, clip gradients, or set precision.on_nonfinite='clamp' to go on."
-            )
-        if self._raises_on_nonfinite():
-            raise NonFiniteError(
-                f"{what}. Look at the data of this step, lower the learning rate, clip gradients, or set "
-                f"precision.on_nonfinite='skip'."
-            )
-        if self.rank == 0:
-            then = "" if self._scaler is None else f"; loss scale was {scale:g}, is {self._scaler.scale:g}"
-            logger.warning("%s%s", what, then)
-
-
-def _loss_scaler(precision: PrecisionConfig) -> Any:
-    if (precision.compute_dtype or precision.dtype) != "fp16":
-        return None
-    rule = precision.loss_scale
-    return _core.LossScaler(
-        dynamic=rule.static_scale is None,
-        initial_scale=2.0**rule.initial_scale_power if rule.static_scale is None else rule.static_scale,
-        window=rule.window,
-        hysteresis=rule.hysteresis,
-        consecutive_hysteresis=rule.consecutive_hysteresis,
-        min_scale=rule.min_scale,
-    )
 
 
 def _trainable(given: Iterable[Any], model: torch.nn.Module) -> list[Any]:

@@ -323,7 +323,7 @@ def _numbers(engine: Engine, names: Names) -> State:
         micro_steps=engine.micro_steps,
         loop=engine._accumulation.decided().name,
         train_batch_size=engine.config.train_batch_size,
-        loss_scaler=None if engine._scaler is None else engine._scaler.state,
+        loss_scaler=engine._params.loss_scale_state,
         scheduler=marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
         data=None if loader is None else Data(**loader.state_dict()),
         extra_state=marked(names.extra, "what get_extra_state() of a module returns"),

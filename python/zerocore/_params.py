@@ -19,7 +19,7 @@ from zerocore._gradients import Gradients
 from zerocore._optimizer import Optimizer, plain_settings
 from zerocore._other_state import broadcast
 from zerocore._units import Unit
-from zerocore.config import ResolvedConfig, ZeroConfig
+from zerocore.config import PrecisionConfig, ResolvedConfig, ZeroConfig
 from zerocore.errors import ConfigError, DeviceError, Error, UnsupportedError
 
 logger = logging.getLogger("zerocore")
@@ -104,6 +104,7 @@ class ParamsForCore(_released.NotPickled):
             "max_live_numel": config.zero.max_live_numel,
             "max_reuse_numel": config.zero.max_reuse_numel,
             "prefetch_numel": config.zero.prefetch_numel,
+            "loss_scale": _loss_scale_rule(precision) if self._compute_dtype == torch.float16 else None,
         }
         self._units = units
         self._unit_of = unit_of
@@ -151,6 +152,8 @@ class ModelParams(ParamsForCore):
         self._grouped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         self.comm = comm
         self._core = _core.StepEngine(comm=comm, **self.core_arguments)
+        self.runs_behind = False
+        self._scaled = self.core_arguments["loss_scale"] is not None
         self.gatherer = UnitGatherer(self._core, self._units)
         # Those that the model uses where they are kept, and that users may therefore write to.
         self._in_place = [i for i, p in enumerate(self.params) if id(p) not in self._gathered]
@@ -177,7 +180,7 @@ class ModelParams(ParamsForCore):
         self.gradients = Gradients(
             self._core,
             [entry for entry, is_trained in zip(enumerate(named), self._is_trained, strict=True) if is_trained],
-            scaled=self._compute_dtype == torch.float16,
+            scaled=self._scaled,
             on_first=on_first_gradient,
         )
         for param in self.params:
@@ -239,8 +242,8 @@ class ModelParams(ParamsForCore):
                     name,
                 )
 
-    def step(self, *, divisor: float, scale: float, weights: Weights, max_norm: float, stop: bool) -> StepOutcome:
-        """divisor: with the loss scale in it; where micro-batches have weights, these and the scale take its place."""
+    def step(self, *, divisor: float, weights: Weights, max_norm: float, stop: bool) -> bool:
+        """Whether some rank asked to stop. divisor: without the loss scale; weights of micro-batches take its place."""
         self._check_groups()
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
@@ -252,28 +255,52 @@ class ModelParams(ParamsForCore):
             "stop": stop,
             "weights": weights.given,
             "weights_missing": weights.missing,
-            "scale": scale,
         }
         if self._foreign is None:
-            result = self._core.step(self._optimizer.hypers(), **arguments)
+            stopped = self._core.step(self._optimizer.hypers(), **arguments)
         else:
-            result = self._foreign_step(self._foreign, arguments)
-        if not result.skipped:
+            stopped = self._foreign_step(self._foreign, arguments)
+        if self.runs_behind or not self._core.result().skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
             self._versions = {i: self.params[i]._version for i in self._in_place}
+        return bool(stopped)
+
+    def result(self) -> StepOutcome:
+        """How the last step went. Waits for its norm. Local."""
+        result = self._core.result()
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
 
-    def _foreign_step(self, optimizer: ForeignOptimizer, arguments: dict[str, Any]) -> _core.StepResult:
+    def _foreign_step(self, optimizer: ForeignOptimizer, arguments: dict[str, Any]) -> bool:
         groups = [sorted(plain_settings(group).items()) for group in self._optimizer.param_groups]
         settings = zlib.crc32(repr(groups).encode(), arguments["settings"])
-        result = self._core.begin_foreign_step(**arguments | {"settings": settings})
-        if not result.skipped:
+        stopped: bool = self._core.begin_foreign_step(**arguments | {"settings": settings})
+        if not self._core.result().skipped:
             self._half_updated = True
             optimizer.step()
             self._core.end_foreign_step()
             self._half_updated = False
-        return result
+        return stopped
+
+    # The loss scale of fp16; none elsewhere
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        scale = self.loss_scale()
+        return loss if scale is None else loss.float() * scale
+
+    def loss_scale(self) -> float | None:
+        """As the next step will use it. Waits for the last step's outcome."""
+        return self._core.loss_scale if self._scaled else None
+
+    @property
+    def loss_scale_state(self) -> tuple[float, int, int, int] | None:
+        """Scale, iteration, last overflow, overflows left until the scale halves. Waits as loss_scale() does."""
+        return self._core.loss_scale_state if self._scaled else None
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: tuple[float, int, int, int]) -> None:
+        self._core.loss_scale_state = state
 
     def _check_groups(self) -> None:
         """The optimizer's groups must hold the parameters that they held when the engine was built."""
@@ -493,12 +520,13 @@ class ModelParams(ParamsForCore):
 class StepOutcome:
     """What an optimizer step did.
 
-    `grad_norm` is before clipping by `clip`, `nonfinite` names parameters, `stop`: a rank asked to stop after it.
+    `grad_norm` is before clipping by `clip`, `nonfinite` names parameters, `exhausted`: it overflowed at the minimum
+    loss scale.
     """
 
     def __init__(self, result: _core.StepResult, nonfinite: list[str]) -> None:
         self.skipped: bool = result.skipped
-        self.stop: bool = result.stop
+        self.exhausted: bool = result.exhausted
         self.grad_norm: float = result.grad_norm
         self.clip: float = result.clip
         self.nonfinite = nonfinite
@@ -598,3 +626,15 @@ def _check(
             len(left_out),
             left_out[0],
         )
+
+
+def _loss_scale_rule(precision: PrecisionConfig) -> _core.LossScaleRule:
+    rule = precision.loss_scale
+    return _core.LossScaleRule(
+        dynamic=rule.static_scale is None,
+        initial_scale=2.0**rule.initial_scale_power if rule.static_scale is None else rule.static_scale,
+        window=rule.window,
+        hysteresis=rule.hysteresis,
+        consecutive_hysteresis=rule.consecutive_hysteresis,
+        min_scale=rule.min_scale,
+    )

@@ -172,7 +172,7 @@ class Restore:
 
     def _has_dynamic_scale(self) -> bool:
         precision = self._engine.config.precision
-        return self._engine._scaler is not None and precision.loss_scale.static_scale is None
+        return self._engine._params.loss_scale() is not None and precision.loss_scale.static_scale is None
 
     def _leave_out(self, why: str, what: str) -> None:
         self._left_out.setdefault(why, []).append(what)
@@ -336,7 +336,7 @@ class Restore:
         state = manifest.state
         engine.global_steps = manifest.global_steps
         engine.global_samples = state.global_samples
-        engine.skipped_steps = state.skipped_steps
+        engine._outcomes.skipped_steps = state.skipped_steps
         engine.micro_steps = state.micro_steps
         if engine._accumulation.loop is Loop.UNDECIDED and state.loop in Loop.__members__:
             engine._accumulation.loop = Loop[state.loop]
@@ -403,9 +403,9 @@ class Restore:
             ) from error
 
     def _restore_loss_scale(self, state: State) -> None:
-        scaler = self._engine._scaler
         if state.loss_scaler is not None and self._has_dynamic_scale():
-            scaler.state = state.loss_scaler
+            self._engine._params.loss_scale_state = state.loss_scaler
+            self._engine._outcomes.reload()
 
     def _position(self, data: Data, then: int) -> dict[str, int]:
         """Where in the data to go on. Steps are counted in batches: `then` samples each in the checkpoint."""

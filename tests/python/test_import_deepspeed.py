@@ -141,7 +141,7 @@ def test_training_goes_on(saved, folder, case, world_size):
         assert mine["lr"] == pytest.approx(theirs["lr"], rel=1e-15)
     assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": 1}
     if dtype == "fp16":
-        assert engine._scaler.state == (32.0, 2, -1, 2)
+        assert engine._params.loss_scale_state == (32.0, 2, -1, 2)
     engine.backward(engine(torch.arange(4 // world_size)))
     engine.step()
     assert engine.was_step_applied()

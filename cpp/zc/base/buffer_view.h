@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "zc/base/dtype.h"
 #include "zc/base/error.h"
@@ -16,6 +17,11 @@ struct DeviceId {
   int index = 0;
   friend bool operator==(const DeviceId&, const DeviceId&) = default;
 };
+
+// "host memory", "cuda:1".
+inline std::string to_text(DeviceId device) {
+  return device.type == DeviceType::kCpu ? "host memory" : concat("cuda:", device.index);
+}
 
 struct BufferView {
   void* data = nullptr;

@@ -71,5 +71,10 @@ void wait(const Work& work, std::string_view label) {
   const Scope scope("wait", label);
   work.wait();
 }
+template <class Work, class Stream>
+void wait(const Work& work, std::string_view label, Stream stream) {
+  const Scope scope("wait", label);
+  work.wait(stream);
+}
 
 }  // namespace zc::trace

@@ -25,15 +25,14 @@ std::uint64_t mix(std::uint64_t seed, std::string_view text) {
   return seed;
 }
 
-void check_memory(const char* op, const char* what, const BufferView& view) {
+}  // namespace
+
+void Communicator::check_memory(const char* op, const char* what, const BufferView& view) const {
   ZC_CHECK(view.numel >= 0 && (view.data != nullptr || view.numel == 0), kInternal, "[comm] ", op, ": ", what,
            " is not a buffer: got ", view.numel, " elements at ", view.data, ", expected memory");
-  ZC_CHECK(
-      view.device.type == DeviceType::kCpu, kUnsupported, "[comm] ", op, ": ", what,
-      " is not in host memory: got a CUDA buffer, expected a CPU buffer. This communicator moves host memory only.");
+  ZC_CHECK(takes(view.device), kUnsupported, "[comm] ", op, ": ", what, " lies in ", to_text(view.device),
+           ", which the \"", backend(), "\" communicator does not take.");
 }
-
-}  // namespace
 
 const char* name(Op op) {
   switch (op) {
@@ -73,7 +72,8 @@ Memory Communicator::allocate_shared(std::int64_t bytes, std::string_view /*labe
   return allocate(bytes);
 }
 
-Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first) {
+Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first,
+                                      device::Stream after) {
   check_memory("reduce_scatter_add", "bucket", bucket);
   check_memory("reduce_scatter_add", "shard", shard);
   ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ",
@@ -83,18 +83,20 @@ Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::
   ZC_CHECK(bucket.numel == shard.numel * size_, kInternal, "[comm] reduce_scatter_add: bucket length: got ",
            bucket.numel, " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ",
            shard.numel, ")");
-  return submit({.op = Op::kReduceScatterAdd, .first = first, .in = bucket, .out = shard, .label = label});
+  return submit(
+      {.op = Op::kReduceScatterAdd, .first = first, .in = bucket, .out = shard, .after = after, .label = label});
 }
 
-Work Communicator::all_gather(BufferView full, std::string_view label) {
+Work Communicator::all_gather(BufferView full, std::string_view label, device::Stream after) {
   check_memory("all_gather", "buffer", full);
   ZC_CHECK(full.numel % size_ == 0, kInternal, "[comm] all_gather: buffer length: got ", full.numel,
            " elements, expected a multiple of the ", size_, " ranks");
   const std::int64_t numel = full.numel / size_;
-  return submit({.op = Op::kAllGather, .in = full.slice(rank_ * numel, numel), .out = full, .label = label});
+  return submit(
+      {.op = Op::kAllGather, .in = full.slice(rank_ * numel, numel), .out = full, .after = after, .label = label});
 }
 
-Work Communicator::all_gather(BufferView shard, BufferView full, std::string_view label) {
+Work Communicator::all_gather(BufferView shard, BufferView full, std::string_view label, device::Stream after) {
   check_memory("all_gather", "shard", shard);
   check_memory("all_gather", "buffer", full);
   ZC_CHECK(shard.dtype == full.dtype, kInternal, "[comm] all_gather: shard dtype: got ", zc::name(shard.dtype),
@@ -108,19 +110,26 @@ Work Communicator::all_gather(BufferView shard, BufferView full, std::string_vie
                !before(whole, begin + shard.bytes()),
            kInternal, "[comm] all_gather: the shard overlaps the buffer: got ", shard.numel, " elements at ",
            shard.data, ", expected slice ", rank_, " of the buffer at ", full.data, " or memory outside it");
-  return submit({.op = Op::kAllGather, .in = shard, .out = full, .label = label});
+  return submit({.op = Op::kAllGather, .in = shard, .out = full, .after = after, .label = label});
 }
 
-Work Communicator::broadcast(BufferView view, int root, std::string_view label) {
+Work Communicator::broadcast(BufferView view, int root, std::string_view label, device::Stream after) {
   check_memory("broadcast", "buffer", view);
   ZC_CHECK(root >= 0 && root < size_, kConfig, "[comm] broadcast: root: got rank ", root, ", expected 0 to ", size_ - 1,
            ". Name a rank of this communicator.");
-  return submit({.op = Op::kBroadcast, .root = root, .in = view, .out = view, .label = label});
+  return submit({.op = Op::kBroadcast, .root = root, .in = view, .out = view, .after = after, .label = label});
 }
 
 Work Communicator::all_reduce(std::span<std::int64_t> values, ReduceOp op, std::string_view label) {
   const BufferView view{values.data(), static_cast<std::int64_t>(values.size()), DType::kI64, {}};
-  return submit({.op = Op::kAllReduce, .reduce = op, .in = view, .out = view, .label = label});
+  return all_reduce(view, op, label, {});
+}
+
+Work Communicator::all_reduce(BufferView values, ReduceOp op, std::string_view label, device::Stream after) {
+  check_memory("all_reduce", "values", values);
+  ZC_CHECK(values.dtype == DType::kI64, kInternal, "[comm] all_reduce: got values of ", zc::name(values.dtype),
+           ", expected int64");
+  return submit({.op = Op::kAllReduce, .reduce = op, .in = values, .out = values, .after = after, .label = label});
 }
 
 Work Communicator::gather_bytes(std::span<const std::byte> in, std::span<std::byte> out, std::string_view label) {

@@ -6,6 +6,10 @@
 // Those of different communicators are independent, also over the same ranks: ranks may call them in any relative
 // order.
 //
+// Memory may be that of a device that runs behind (Device::runs_behind): then a collective starts after what was on the
+// stream `after` when it was called, and Work::wait(stream) lets a stream go on after it. Which memory a backend takes,
+// it says in takes(). Host memory is ready when the call is made.
+//
 // The guard: every collective carries a 64-bit fingerprint (sequence number, operation, dtypes, numel, label). Ranks
 // compare them as they meet; a difference, a peer that announced a failure or left, or one that does not arrive within
 // the timeout becomes an Error of kind kComm on every rank, which says what each rank was doing. After a failure every
@@ -56,6 +60,9 @@ class Communicator {
   int size() const { return size_; }
   virtual const char* backend() const = 0;  // "self", "local", "mpi", "shm"
 
+  // Whether collectives may be given memory of this device.
+  virtual bool takes(DeviceId device) const { return device.type == DeviceType::kCpu; }
+
   // Zeroed memory that peers may read, aligned to 64 bytes.
   virtual Memory allocate(std::int64_t bytes);
 
@@ -67,20 +74,22 @@ class Communicator {
   // The ordered fold. bucket: size() slices of shard.numel elements. Both: fp32, fp16 or bf16. For r in 0..size()-1, in
   // this order: shard += slice rank() of rank r's bucket, in fp32, rounded to the shard's dtype after each addition.
   // The bucket is left as it was. first: the shard counts as +0, whatever it holds.
-  Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first = false);
+  Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first = false,
+                          device::Stream after = {});
 
   // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.
-  Work all_gather(BufferView full, std::string_view label);
+  Work all_gather(BufferView full, std::string_view label, device::Stream after = {});
 
   // The same from memory outside `full`, which is filled completely. shard: this rank's contribution, full.numel /
   // size() elements of full's dtype; slice rank() of full, or disjoint from it. Ranks may mix the two forms.
-  Work all_gather(BufferView shard, BufferView full, std::string_view label);
+  Work all_gather(BufferView shard, BufferView full, std::string_view label, device::Stream after = {});
 
   // Copies root's view to every rank.
-  Work broadcast(BufferView view, int root, std::string_view label);
+  Work broadcast(BufferView view, int root, std::string_view label, device::Stream after = {});
 
   // Small exact reductions, element by element, in place.
   Work all_reduce(std::span<std::int64_t> values, ReduceOp op, std::string_view label);
+  Work all_reduce(BufferView values, ReduceOp op, std::string_view label, device::Stream after);  // dtype kI64
 
   // out: size() times in.size() bytes, in rank order. in.size() must be equal on all ranks.
   Work gather_bytes(std::span<const std::byte> in, std::span<std::byte> out, std::string_view label);
@@ -142,6 +151,7 @@ class Communicator {
     bool first = false;
     BufferView in{};
     BufferView out{};
+    device::Stream after{};
     std::uint64_t sequence = 0;
     std::uint64_t fingerprint = 0;
     std::string_view label{};  // copied by the backend when it outlives the call
@@ -156,6 +166,7 @@ class Communicator {
 
  private:
   Work submit(Call call);
+  void check_memory(const char* op, const char* what, const BufferView& view) const;
   void seal(Call& call);  // counts the call, gives it its sequence number and fingerprint
 
   int rank_;

@@ -68,6 +68,12 @@ void Work::wait() const {
   if (state_) wait_until(*state_, Clock::time_point::max());
 }
 
+void Work::wait(device::Stream stream) const {
+  if (!state_) return;
+  if (state_->event == nullptr || state_->done) return wait();
+  state_->event->order(stream);
+}
+
 bool Work::wait_for(std::chrono::milliseconds limit) const {
   return !state_ || wait_until(*state_, Clock::now() + limit);
 }

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "zc/base/error.h"
+#include "zc/device/device.h"
 
 namespace zc::comm {
 
@@ -24,6 +25,10 @@ class Work {
   // Blocks until the collective is done; throws what made it fail. The communicator bounds the time: a collective
   // that peers do not join fails with a CommError after the communicator's timeout.
   void wait() const;
+
+  // What is put on `stream` from now on sees the result. Of memory of a device that runs behind, only the stream waits;
+  // the host learns of a failure later, from wait() or from the next collective. Else as wait().
+  void wait(device::Stream stream) const;
 
   // Waits at most `limit`; false when the collective is still in flight. Lets a caller look at signals in between.
   bool wait_for(std::chrono::milliseconds limit) const;
@@ -42,7 +47,8 @@ class Work {
     void stop() const;
   };
   struct State {
-    std::weak_ptr<Driver> driver{};  // which waiting threads help; empty: none that they could
+    std::weak_ptr<Driver> driver{};          // which waiting threads help; empty: none that they could
+    std::shared_ptr<device::Event> event{};  // the end on a device that runs behind; null: the host waits
     std::mutex mutex{};
     std::condition_variable finished{};
     std::atomic<bool> done{false};

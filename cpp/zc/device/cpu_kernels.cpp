@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <mutex>
@@ -78,11 +79,12 @@ void update_wide(const Piece& piece, const Scalars& scalars, float factor, const
 }
 
 template <class Scalars, class Update>
-void update_pieces(std::span<const Piece> pieces, const Scalars* scalars, const math::StepScalars& step,
-                   const OptimizerBuffers& buffers, const Update& update) {
+void update_pieces(const Pieces& pieces, const Scalars* scalars, const std::uint8_t* used,
+                   const math::StepScalars& step, const OptimizerBuffers& buffers, const Update& update) {
   if (step.skip != 0) return;
-  parallel_for_pieces(pieces, [&](const std::vector<Piece>& parts) {
+  parallel_for_pieces(pieces.list, [&](const std::vector<Piece>& parts) {
     for (const Piece& part : parts) {
+      if (used[part.slot] == 0) continue;
       if (buffers.grad_dtype == DType::kF32) {
         update(scalars[part.slot], step.factor, buffers_at(buffers, part.offset), part.numel);
       } else {
@@ -140,6 +142,30 @@ class CpuKernels final : public Kernels {
     });
   }
 
+  void pack(std::span<const Part> parts, BufferView out, Stream stream) override {
+    for (const Part& part : parts) {
+      const BufferView to = out.slice(part.offset, part.numel);
+      if (part.data == nullptr) {
+        zero(to, stream);
+      } else {
+        cast({const_cast<void*>(part.data), part.numel, part.dtype, {}}, to, stream);
+      }
+    }
+  }
+
+  void fold_parts(std::span<const Part> parts, DType dtype, BufferView acc, bool first, Stream stream) override {
+    for (const Part& part : parts) {
+      const BufferView to = acc.slice(part.offset, part.numel);
+      if (part.data == nullptr) {
+        if (first) zero(to, stream);  // else +0 changes nothing: what accumulators hold is never -0
+      } else if (part.dtype == dtype) {
+        fold_all({&part.data, 1}, dtype, to, first);
+      } else {
+        fold_rounded(part, dtype, to, first);
+      }
+    }
+  }
+
   void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream) override {
     fold_all(in, dtype, acc, false);
   }
@@ -155,10 +181,9 @@ class CpuKernels final : public Kernels {
     });
   }
 
-  void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
-                  Stream) override {
+  void square_sum(BufferView in, const Pieces& pieces, math::ExactSum* sum, std::int64_t* nonfinite, Stream) override {
     std::mutex mutex;
-    parallel_for_pieces(pieces, [&](const std::vector<Piece>& parts) {
+    parallel_for_pieces(pieces.list, [&](const std::vector<Piece>& parts) {
       math::ExactSum part_sum;
       for (const Piece& part : parts) {
         if (add_square_sums(in.slice(part.offset, part.numel), part_sum)) continue;
@@ -170,34 +195,40 @@ class CpuKernels final : public Kernels {
     });
   }
 
-  void adam(std::span<const Piece> pieces, const math::AdamScalars* scalars, const math::StepScalars* step,
-            const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::adam);
+  void finish_norm(const math::ExactSum* sum, const std::int64_t* nonfinite, std::int64_t num_slots,
+                   const math::StepRule& rule, math::StepOutcome* outcome, Stream) override {
+    const bool finite = std::all_of(nonfinite, nonfinite + num_slots, [](std::int64_t ranks) { return ranks == 0; });
+    math::finish_step(sum->to_double(), finite, rule, *outcome);
   }
 
-  void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,
-           const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::sgd);
+  void adam(const Pieces& pieces, const math::AdamScalars* scalars, const std::uint8_t* used,
+            const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::adam);
   }
 
-  void lion(std::span<const Piece> pieces, const math::LionScalars* scalars, const math::StepScalars* step,
-            const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::lion);
+  void sgd(const Pieces& pieces, const math::SgdScalars* scalars, const std::uint8_t* used,
+           const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::sgd);
   }
 
-  void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars, const math::StepScalars* step,
-               const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::adagrad);
+  void lion(const Pieces& pieces, const math::LionScalars* scalars, const std::uint8_t* used,
+            const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::lion);
   }
 
-  void muon_momentum(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
-                     const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::muon_momentum);
+  void adagrad(const Pieces& pieces, const math::AdagradScalars* scalars, const std::uint8_t* used,
+               const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::adagrad);
   }
 
-  void muon(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
-            const OptimizerBuffers& buffers, Stream) override {
-    update_pieces(pieces, scalars, *step, buffers, cpu::muon);
+  void muon_momentum(const Pieces& pieces, const math::MuonScalars* scalars, const std::uint8_t* used,
+                     const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::muon_momentum);
+  }
+
+  void muon(const Pieces& pieces, const math::MuonScalars* scalars, const std::uint8_t* used,
+            const math::StepScalars* step, const OptimizerBuffers& buffers, Stream) override {
+    update_pieces(pieces, scalars, used, *step, buffers, cpu::muon);
   }
 
   void orthogonalize(float* matrix, std::int64_t rows, std::int64_t columns, int iterations, float* workspace,
@@ -206,6 +237,20 @@ class CpuKernels final : public Kernels {
   }
 
  private:
+  // A part whose elements are rounded to dtype on their way.
+  static void fold_rounded(const Part& part, DType dtype, BufferView acc, bool first) {
+    parallel_for(part.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      std::array<float, kWideNumel> rounded;  // room for any dtype
+      const void* const source = rounded.data();
+      for (; begin < end; begin += kWideNumel) {
+        const std::int64_t count = std::min(kWideNumel, end - begin);
+        const auto* from = static_cast<const std::byte*>(part.data) + begin * size_bytes(part.dtype);
+        cpu::cast(from, part.dtype, rounded.data(), dtype, count);
+        cpu::fold(&source, 1, dtype, at(acc, begin), acc.dtype, count, first);
+      }
+    });
+  }
+
   static void fold_all(std::span<const void* const> in, DType dtype, BufferView acc, bool first) {
     parallel_for(acc.numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
       std::vector<const void*> sources;

@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "zc/base/buffer_view.h"
 #include "zc/math/exact_sum.h"
 #include "zc/math/optimizer.h"
+#include "zc/math/step_outcome.h"
 #include "zc/math/step_scalars.h"
 
 namespace zc::device {
@@ -26,6 +28,31 @@ struct Piece {
   std::int64_t offset = 0;
   std::int64_t numel = 0;
   std::int32_t slot = 0;
+};
+
+// At most kBlockNumel elements of a piece, counted from its start: a norm block, and what a group of an accelerator's
+// threads takes at a time.
+struct Chunk {
+  std::int64_t offset = 0;
+  std::int32_t numel = 0;
+  std::int32_t slot = 0;
+};
+
+// Pieces as kernels take them; see PieceTable. The CPU needs the list only.
+struct Pieces {
+  Pieces(std::span<const Piece> list) : list(list) {}  // NOLINT: a list of pieces is pieces
+  Pieces(const std::vector<Piece>& list) : list(list) {}
+  std::span<const Piece> list;
+  const Chunk* chunks = nullptr;  // in device memory
+  std::int64_t num_chunks = 0;
+};
+
+// A part of a flat buffer and what goes there: `numel` elements of dtype at data, or zeros where that is null.
+struct Part {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  std::int64_t offset = 0;
+  std::int64_t numel = 0;
 };
 
 // The flat buffers an optimizer works on, all of the same length, addressed by Piece::offset.
@@ -50,6 +77,13 @@ class Kernels {
   // Element conversion between fp32, fp16 and bf16, round to nearest even; equal dtypes copy the bits.
   virtual void cast(BufferView in, BufferView out, Stream stream) = 0;
 
+  // Puts each part into `out`, converted as by cast(). Parts do not overlap.
+  virtual void pack(std::span<const Part> parts, BufferView out, Stream stream) = 0;
+
+  // Rounds each part to dtype and folds it into its place in `acc`, as fold() and fold_first() of one source do; where
+  // data is null +0 is folded.
+  virtual void fold_parts(std::span<const Part> parts, DType dtype, BufferView acc, bool first, Stream stream) = 0;
+
   // The ordered fold: for each i, acc[i] = ((acc[i] + in[0][i]) + in[1][i]) + ..., each sum made in fp32 and rounded to
   // acc's dtype (math::add_element). in: `in.size()` arrays of acc.numel elements of dtype. Both: fp32, fp16 or bf16.
   virtual void fold(std::span<const void* const> in, DType dtype, BufferView acc, Stream stream) = 0;
@@ -64,27 +98,32 @@ class Kernels {
   // elements counted from a piece's start (a piece starts at a multiple of 1024 within its parameter). Within a
   // block: 16 fp64 lanes, lane l sums elements l, l+16, ... in order, then lanes are added pairwise by halves
   // (l + l+8, + 4, + 2, + 1). nonfinite[slot] is set to 1 when a square is inf or NaN, and that block is left out.
-  // in: fp32, or fp16 or bf16, whose elements are converted to fp32 first.
-  virtual void square_sum(BufferView in, std::span<const Piece> pieces, math::ExactSum* sum, std::uint8_t* nonfinite,
+  // in: fp32, or fp16 or bf16, whose elements are converted to fp32 first. sum, nonfinite: in device memory.
+  virtual void square_sum(BufferView in, const Pieces& pieces, math::ExactSum* sum, std::int64_t* nonfinite,
                           Stream stream) = 0;
 
-  // One pass: unscale and clip (step->factor), update, cast to the model dtype. scalars: one a slot. With step->skip
-  // nothing is done.
-  virtual void adam(std::span<const Piece> pieces, const math::AdamScalars* scalars, const math::StepScalars* step,
-                    const OptimizerBuffers& buffers, Stream stream) = 0;
-  virtual void sgd(std::span<const Piece> pieces, const math::SgdScalars* scalars, const math::StepScalars* step,
-                   const OptimizerBuffers& buffers, Stream stream) = 0;
-  virtual void lion(std::span<const Piece> pieces, const math::LionScalars* scalars, const math::StepScalars* step,
-                    const OptimizerBuffers& buffers, Stream stream) = 0;
-  virtual void adagrad(std::span<const Piece> pieces, const math::AdagradScalars* scalars,
+  // From the sum of all ranks' square sums to the step's scalars: *outcome, in which the loss scale of this step stands
+  // when `rule` says so. sum: not normalized. nonfinite: num_slots counts of ranks; all in device memory.
+  virtual void finish_norm(const math::ExactSum* sum, const std::int64_t* nonfinite, std::int64_t num_slots,
+                           const math::StepRule& rule, math::StepOutcome* outcome, Stream stream) = 0;
+
+  // One pass: unscale and clip (step->factor), update, cast to the model dtype. scalars, used: one a slot; both, and
+  // step, in device memory. Slots with used[slot] == 0 are left as they are; with step->skip nothing is done.
+  virtual void adam(const Pieces& pieces, const math::AdamScalars* scalars, const std::uint8_t* used,
+                    const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void sgd(const Pieces& pieces, const math::SgdScalars* scalars, const std::uint8_t* used,
+                   const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void lion(const Pieces& pieces, const math::LionScalars* scalars, const std::uint8_t* used,
+                    const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void adagrad(const Pieces& pieces, const math::AdagradScalars* scalars, const std::uint8_t* used,
                        const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
 
   // Muon's two passes over elements: from the gradient to the momentum (state1) and the direction; and, once that is
   // orthogonalised, from there to the parameter and the model's copy.
-  virtual void muon_momentum(std::span<const Piece> pieces, const math::MuonScalars* scalars,
+  virtual void muon_momentum(const Pieces& pieces, const math::MuonScalars* scalars, const std::uint8_t* used,
                              const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
-  virtual void muon(std::span<const Piece> pieces, const math::MuonScalars* scalars, const math::StepScalars* step,
-                    const OptimizerBuffers& buffers, Stream stream) = 0;
+  virtual void muon(const Pieces& pieces, const math::MuonScalars* scalars, const std::uint8_t* used,
+                    const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) = 0;
 
   // Newton-Schulz iterations on a whole fp32 matrix, in place (math::kNewtonSchulz). Each element of a product is
   // summed in ascending order of the inner index, so that the bits depend on the matrix alone. workspace:

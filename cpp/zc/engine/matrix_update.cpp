@@ -65,10 +65,10 @@ void MatrixUpdate::assign(Round& round) const {
   }
 }
 
-void MatrixUpdate::run(optim::Optimizer& optimizer, const math::StepScalars& step,
+void MatrixUpdate::run(optim::Optimizer& optimizer, const math::StepScalars* step, device::Stream stream,
                        const std::function<void(std::size_t)>& updated) {
   const auto wait_all = [&] {
-    for (comm::Work& work : works_) trace::wait(work, "matrices");
+    for (comm::Work& work : works_) trace::wait(work, "matrices", stream);
     works_.clear();
   };
   for (const Round& round : rounds_) {
@@ -80,28 +80,28 @@ void MatrixUpdate::run(optim::Optimizer& optimizer, const math::StepScalars& ste
     for (const Part& part : round.parts) {
       const zero::Bucket& bucket = buckets_[part.bucket];
       const trace::Scope scope("momentum", bucket.label);
-      optimizer.muon_momentum(device_.kernels(), bucket.pieces, step, buffers_of(part), {});
+      optimizer.muon_momentum(bucket.pieces, step, buffers_of(part), stream);
       if (!gathers_) continue;
       const BufferView whole = directions_.slice(part.offset, layout_.buckets()[part.bucket].numel);
-      works_.push_back(comm_.all_gather(whole, bucket.label));
+      works_.push_back(comm_.all_gather(whole, bucket.label, stream));
     }
     wait_all();
     for (const Matrix& matrix : round.matrices) {
       if (matrix.owner != comm_.rank() || !optimizer.used(matrix.param)) continue;
       const trace::Scope scope("orthogonalize", labels_[static_cast<std::size_t>(matrix.param)]);
       device_.kernels().orthogonalize(directions_.as<float>() + matrix.offset, matrix.rows, matrix.columns,
-                                      optimizer.newton_schulz_iterations(matrix.param), workspace_.as<float>(), {});
+                                      optimizer.newton_schulz_iterations(matrix.param), workspace_.as<float>(), stream);
     }
     for (const Matrix& matrix : round.matrices) {
       if (comm_.size() == 1 || !optimizer.used(matrix.param)) continue;
       works_.push_back(comm_.broadcast(directions_.slice(matrix.offset, matrix.rows * matrix.columns), matrix.owner,
-                                       labels_[static_cast<std::size_t>(matrix.param)]));
+                                       labels_[static_cast<std::size_t>(matrix.param)], stream));
     }
     wait_all();
     for (const Part& part : round.parts) {
       const zero::Bucket& bucket = buckets_[part.bucket];
       const trace::Scope scope("update", bucket.label);
-      optimizer.update(device_.kernels(), bucket.pieces, step, buffers_of(part), {});
+      optimizer.update(bucket.pieces, step, buffers_of(part), stream);
       updated(part.bucket);
     }
   }

@@ -26,8 +26,10 @@ class MatrixUpdate {
                const std::vector<zero::Bucket>& buckets, const std::vector<zero::ParamSpec>& params, bool sharded,
                const std::function<BufferView(std::int64_t, bool)>& allocate);
 
-  // Updates all used matrices; updated(b): what this rank owns of bucket b is done. Collective; a step has begun.
-  void run(optim::Optimizer& optimizer, const math::StepScalars& step, const std::function<void(std::size_t)>& updated);
+  // Updates all used matrices; updated(b): what this rank owns of bucket b is done, in the order of the stream.
+  // Collective; a step has begun. step: in device memory.
+  void run(optim::Optimizer& optimizer, const math::StepScalars* step, device::Stream stream,
+           const std::function<void(std::size_t)>& updated);
 
  private:
   struct Matrix {

@@ -38,7 +38,7 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
       params_(std::move(params)),
       policy_(zero::StagePolicy::of(options.stage)),
       layout_(params_, comm_->size(), options.bucket_numel),
-      optimizer_(std::move(groups), optimizer_slots(params_)) {
+      optimizer_(device, std::move(groups), optimizer_slots(params_)) {
   ZC_CHECK(options.stage >= 0 && options.stage <= 3, kInternal, "[engine] ZeRO stage ", options.stage);
   ZC_CHECK(options.num_grad_buffers >= 1, kInternal, "[engine] a gradient pool of ", options.num_grad_buffers,
            " buffers");
@@ -51,7 +51,8 @@ StepEngine::StepEngine(std::shared_ptr<comm::Communicator> comm, device::Device&
   gatherer_ = std::make_unique<zero::ParamGatherer>(gather_comm_, device_, layout_, buckets_, options.units,
                                                     options.limits, memory_);
   gathers_.resize(buckets_.size());
-  nonfinite_.resize(params_.size());
+  outcome_ = device::Download(device_, static_cast<std::int64_t>(kCountsAt + params_.size() * sizeof(std::int64_t)));
+  if (options_.loss_scale) loss_scale_ = math::initial_loss_scale(*options_.loss_scale);
 }
 
 BufferView StepEngine::allocate(std::int64_t numel, DType dtype, const char* what, bool shared) {
@@ -85,8 +86,11 @@ void StepEngine::allocate_params(int index) {
   bucket.master = layout.dtype == DType::kF32
                       ? bucket.params.slice(bucket.owned_offset - bucket.kept_offset, owned_numel)
                       : allocate(owned_numel, DType::kF32, "master_weights", false);
-  bucket.pieces = layout_.pieces(index, bucket.owned_offset, bucket.owned_offset + owned_numel);
-  bucket.shard_pieces = layout_.pieces(index, bucket.shard_offset, bucket.shard_offset + layout.shard_numel);
+  const auto pieces = [&](std::int64_t begin, std::int64_t numel) {
+    return device::PieceTable(device_, layout_.pieces(index, begin, begin + numel));
+  };
+  bucket.pieces = pieces(bucket.owned_offset, owned_numel);
+  bucket.shard_pieces = pieces(bucket.shard_offset, layout.shard_numel);
 }
 
 void StepEngine::allocate_states(int index) {
@@ -113,6 +117,7 @@ void StepEngine::allocate_states() {
   }
   reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options_.reduce_dtype,
                                                  options_.num_grad_buffers, memory_, gathers_in_backward);
+  reducer_->set_stream(stream_);
 }
 
 StepEngine::ParamMemory StepEngine::param_memory(int param) const {
@@ -125,7 +130,7 @@ void StepEngine::load_param(int param, BufferView values) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   ZC_CHECK(values.numel == spec.numel && values.dtype == (spec.trainable ? DType::kF32 : spec.dtype), kInternal,
            "[engine] parameter ", spec.name, " loaded from ", values.numel, " elements of ", name(values.dtype));
-  comm_->broadcast(values, 0, "load parameter " + spec.name).wait();
+  comm_->broadcast(values, 0, "load parameter " + spec.name, stream_).wait(stream_);
   const auto [at, bucket] = place(param);
   copy_overlap(values, at.offset, bucket.params, bucket.kept_offset);
   if (spec.trainable && spec.dtype != DType::kF32) {
@@ -153,7 +158,8 @@ void StepEngine::copy_overlap(BufferView in, std::int64_t in_offset, BufferView 
   const std::int64_t first = std::max(in_offset, out_offset);
   const std::int64_t last = std::min(in_offset + in.numel, out_offset + out.numel);
   if (first >= last) return;
-  device_.kernels().cast(in.slice(first - in_offset, last - first), out.slice(first - out_offset, last - first), {});
+  device_.kernels().cast(in.slice(first - in_offset, last - first), out.slice(first - out_offset, last - first),
+                         stream_);
 }
 
 // --- One parameter's state
@@ -224,7 +230,7 @@ void StepEngine::make_whole(std::size_t b) {
   if (options_.share_parameters) {
     comm_->barrier(gather_labels_[b]).wait();
   } else {
-    comm_->all_gather(buckets_[b].params, gather_labels_[b]).wait();
+    comm_->all_gather(buckets_[b].params, gather_labels_[b], stream_).wait(stream_);
   }
 }
 
@@ -239,9 +245,9 @@ void StepEngine::read_state(int param, StateKind kind, BufferView out) {
   for (int rank = 0; rank < comm_->size(); ++rank) {
     const Range range = range_of(param, rank, kind);
     if (range.begin == range.end) continue;
-    parts.push_back(comm_->broadcast(out.slice(range.begin, range.end - range.begin), rank, label));
+    parts.push_back(comm_->broadcast(out.slice(range.begin, range.end - range.begin), rank, label, stream_));
   }
-  for (comm::Work& part : parts) part.wait();
+  for (comm::Work& part : parts) part.wait(stream_);
 }
 
 void StepEngine::write_state(int param, StateKind kind, BufferView values) {
@@ -249,7 +255,7 @@ void StepEngine::write_state(int param, StateKind kind, BufferView values) {
   const zero::ParamSpec& spec = params_[static_cast<std::size_t>(param)];
   const auto [at, bucket] = place(param);
   const BufferView held = settled_state(param, kind);
-  comm_->broadcast(values, 0, "write state of " + spec.name).wait();
+  comm_->broadcast(values, 0, "write state of " + spec.name, stream_).wait(stream_);
   const bool shard_only = kind == StateKind::kGrad;  // another rank's part of it is not this rank's to hold
   copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : held,
                shard_only ? bucket.shard_offset : bucket.owned_offset);
@@ -278,6 +284,7 @@ BufferView StepEngine::kept_memory(int param, Range range) const {
 }
 
 void StepEngine::set_loaded(std::span<const std::int64_t> steps) {
+  result();
   const auto used = reducer_->used();
   if (std::ranges::any_of(used, [](std::uint8_t flag) { return flag != 0; })) zero_grad();
   optimizer_.set_steps(steps);
@@ -294,56 +301,65 @@ void StepEngine::follow_masters() {
   }
 }
 
-StepResult StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm,
-                            std::uint32_t settings, bool stop, const Weights& weights, double scale) {
+// --- The step
+
+void StepEngine::set_stream(device::Stream stream) {
+  stream_ = stream;
+  gatherer_->set_stream(stream);
+  if (reducer_) reducer_->set_stream(stream);
+}
+
+void StepEngine::step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
+                      bool stop, const Weights& weights) {
+  result();
   optimizer_.set_groups(groups);
-  const StepResult result =
-      begin_step(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop, weights, scale);
-  if (result.scalars.skip) return result;
+  if (!begin_step(divisor, max_norm, digest(groups, divisor, max_norm, settings), stop, weights)) return;
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; gather_grads && b < buckets_.size(); ++b) {
     if (!layout_.buckets()[b].trainable) continue;
-    gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b]);
+    gathers_[b] = comm_->all_gather(buckets_[b].grads, gather_labels_[b], stream_);
     gathers_[b].keep(trace::until_dropped("gather", buckets_[b].label, memory_));
   }
   const auto start_gather = [&](std::size_t b) {  // once what this rank owns of the parameters is updated
     if (!gathers_after_update(b) || options_.share_parameters) return;
-    gathers_[b] = comm_->all_gather(buckets_[b].params, gather_labels_[b]);
+    gathers_[b] = comm_->all_gather(buckets_[b].params, gather_labels_[b], stream_);
     gathers_[b].keep(trace::until_dropped("gather", buckets_[b].label, memory_));
   };
+  const math::StepScalars* scalars = &outcome()->scalars;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const zero::Bucket& bucket = buckets_[b];
     if (!layout_.buckets()[b].trainable) continue;
-    if (gather_grads) trace::wait(gathers_[b], gather_labels_[b]);
+    if (gather_grads) trace::wait(gathers_[b], gather_labels_[b], stream_);
     if (layout_.buckets()[b].matrices) continue;
     const trace::Scope scope("update", bucket.label);
-    optimizer_.update(device_.kernels(), bucket.pieces, result.scalars, optimizer_buffers(bucket), {});
+    optimizer_.update(bucket.pieces, scalars, optimizer_buffers(bucket), stream_);
     start_gather(b);
   }
-  if (matrix_update_) matrix_update_->run(optimizer_, result.scalars, start_gather);
+  if (matrix_update_) matrix_update_->run(optimizer_, scalars, stream_, start_gather);
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
-    if (gathers_after_update(b)) trace::wait(gathers_[b], gather_labels_[b]);
+    if (gathers_after_update(b)) trace::wait(gathers_[b], gather_labels_[b], stream_);
   }
   // All ranks were past their backward when they met for the norm; now they wait for what the others have written.
   if (options_.share_parameters) trace::wait(comm_->barrier("update shared parameters"), "update shared parameters");
   reducer_->reset();
-  return result;
 }
 
-StepResult StepEngine::begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
-                                          const Weights& weights, double scale) {
+void StepEngine::begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
+                                    const Weights& weights) {
   ZC_CHECK(options_.accumulate_dtype == DType::kF32, kInternal, "[engine] a foreign optimizer needs fp32 gradients");
-  const StepResult result =
-      begin_step(divisor, max_norm, digest({}, divisor, max_norm, settings), stop, weights, scale);
-  if (result.scalars.skip) return result;
+  result();
+  if (!begin_step(divisor, max_norm, digest({}, divisor, max_norm, settings), stop, weights)) return;
+  const math::StepScalars scalars = result().scalars;
+  if (scalars.skip) return zero_grad();
   const bool gather_grads = !policy_.shard_grads && comm_->size() > 1;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     if (!layout_.buckets()[b].trainable) continue;
     reducer_->settle(static_cast<int>(b));
-    if (gather_grads) trace::wait(comm_->all_gather(buckets_[b].grads, gather_labels_[b]), gather_labels_[b]);
-    device_.kernels().scale(buckets_[b].grads, result.scalars.factor, {});
+    if (gather_grads) {
+      trace::wait(comm_->all_gather(buckets_[b].grads, gather_labels_[b], stream_), gather_labels_[b], stream_);
+    }
+    device_.kernels().scale(buckets_[b].grads, scalars.factor, stream_);
   }
-  return result;
 }
 
 void StepEngine::end_foreign_step() {
@@ -351,37 +367,42 @@ void StepEngine::end_foreign_step() {
   reducer_->reset();
 }
 
-StepResult StepEngine::begin_step(double divisor, double max_norm, std::int64_t settings, bool stop,
-                                  const Weights& weights, double scale) {
+bool StepEngine::begin_step(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights) {
   ZC_CHECK(!reducer_->in_micro_step(), kInternal, "[engine] step inside a micro-step");
   reducer_->wait();
-  StepResult result = measure(divisor, max_norm, settings, stop, weights, scale);
-  if (result.scalars.skip) {
-    result.nonfinite = nonfinite_params();
+  measure(divisor, max_norm, settings, stop, weights);
+  if (!device_.runs_behind() && result().scalars.skip) {
+    result_.nonfinite = nonfinite_params();
     zero_grad();
-  } else {
-    optimizer_.begin_step(reducer_->used());
+    return false;
   }
-  return result;
+  optimizer_.begin_step(reducer_->used(), stream_);
+  return true;
 }
 
-// The exact norm over all ranks, and with it every scalar of the step.
-StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop,
-                               const Weights& weights, double scale) {
-  math::ExactSum sum;
-  std::fill(nonfinite_.begin(), nonfinite_.end(), 0);
+// The exact norm over all ranks, and with it every scalar of the step. What the host knows travels between hosts; with
+// it, where the device does not run behind, what kernels have computed.
+void StepEngine::measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights) {
+  const bool behind = device_.runs_behind();
+  const auto num_params = static_cast<std::int64_t>(params_.size());
+  const auto bytes = static_cast<std::int64_t>(sizeof(math::ExactSum)) + num_params * size_bytes(DType::kI64);
+  const BufferView sums{square_sum(), bytes / size_bytes(DType::kI64), DType::kI64, device_.id()};
+  bring_loss_scale();
+  device_.kernels().zero(sums, stream_);
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     if (!reducer_->folded(static_cast<int>(b))) continue;
     const zero::Bucket& bucket = buckets_[b];
     const trace::Scope scope("norm of", bucket.label);
-    device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, &sum, nonfinite_.data(), {});
+    device_.kernels().square_sum(bucket.grad_shard, bucket.shard_pieces, square_sum(), nonfinite(), stream_);
   }
-  sum.normalize();
   constexpr std::size_t kLimbs = math::ExactSum::kNumLimbs;
-  std::array<std::int64_t, kLimbs + 3 + kWeightWords> message;
+  std::array<std::int64_t, kLimbs + 3 + kWeightWords> message{};
   const auto words = std::span(message).last<kWeightWords>();
-  std::copy(sum.limbs().begin(), sum.limbs().end(), message.begin());
-  message[kLimbs] = std::count(nonfinite_.begin(), nonfinite_.end(), 1);
+  if (!behind) {
+    square_sum()->normalize();
+    std::ranges::copy(square_sum()->limbs(), message.begin());
+    message[kLimbs] = std::count(nonfinite(), nonfinite() + num_params, 1);
+  }
   message[kLimbs + 1] = settings;
   message[kLimbs + 2] = stop ? 1 : 0;
   write_weights(weights, words);
@@ -390,21 +411,74 @@ StepResult StepEngine::measure(double divisor, double max_norm, std::int64_t set
            "[engine] ranks step with different settings: got other learning rates, hyperparameters, numbers of "
            "micro-batches or parameters written by hand on some rank, expected the same on all. Nothing was updated. "
            "Change param_groups and parameters on every rank alike.");
-  if (const std::optional<double> total = total_weight(words)) divisor = scale * *total;
-  std::copy_n(message.begin(), kLimbs, sum.limbs().begin());
-  sum.normalize();
-  const bool finite = message[kLimbs] == 0;
-  return {math::step_scalars(sum.to_double(), finite, divisor, max_norm), message[kLimbs + 2] != 0, {}};
+  math::StepRule rule{.divisor = total_weight(words).value_or(divisor),
+                      .max_norm = max_norm,
+                      .scaled = options_.loss_scale.has_value(),
+                      .loss_scale = options_.loss_scale.value_or(math::LossScaleRule{})};
+  if (behind) {
+    trace::wait(comm_->all_reduce(sums, comm::ReduceOp::kSum, "sum of squares", stream_), "sum of squares", stream_);
+    device_.kernels().finish_norm(square_sum(), nonfinite(), num_params, rule, outcome(), stream_);
+  } else {
+    std::copy_n(message.begin(), kLimbs, square_sum()->limbs().begin());
+    device_.kernels().finish_norm(square_sum(), &message[kLimbs], 1, rule, outcome(), stream_);
+  }
+  outcome_.fetch(stream_);
+  result_ = {};
+  result_.stop = message[kLimbs + 2] != 0;
+  pending_ = true;
+}
+
+const StepResult& StepEngine::result() {
+  if (!pending_) return result_;
+  outcome_.wait();
+  const auto& outcome = *reinterpret_cast<const math::StepOutcome*>(outcome_.host());
+  result_.scalars = outcome.scalars;
+  result_.exhausted = outcome.exhausted != 0;
+  if (options_.loss_scale) loss_scale_ = outcome.scale;
+  pending_ = false;
+  if (device_.runs_behind() && outcome.scalars.skip) {
+    optimizer_.undo_step();
+    const auto* counts = reinterpret_cast<const std::int64_t*>(outcome_.host() + kCountsAt);
+    for (std::size_t p = 0; p < params_.size(); ++p) {
+      if (counts[p] > 0) result_.nonfinite.push_back(static_cast<int>(p));
+    }
+  }
+  return result_;
 }
 
 std::vector<int> StepEngine::nonfinite_params() {
-  std::vector<std::int64_t> flags(nonfinite_.begin(), nonfinite_.end());
+  std::vector<std::int64_t> flags(nonfinite(), nonfinite() + params_.size());
   comm_->all_reduce(flags, comm::ReduceOp::kMax, "find non-finite gradients").wait();
   std::vector<int> out;
   for (std::size_t p = 0; p < flags.size(); ++p) {
     if (flags[p]) out.push_back(static_cast<int>(p));
   }
   return out;
+}
+
+const math::LossScaleState& StepEngine::loss_scale() {
+  result();
+  return loss_scale_;
+}
+
+void StepEngine::set_loss_scale(const math::LossScaleState& state) {
+  result();
+  loss_scale_ = state;
+  send_loss_scale_ = true;
+}
+
+void StepEngine::bring_loss_scale() {
+  if (!send_loss_scale_) return;
+  send_loss_scale_ = false;
+  math::StepOutcome value{.scale = loss_scale_, .scale_f32 = static_cast<float>(loss_scale_.scale)};
+  constexpr std::int64_t kBytes = sizeof value;
+  device_.copy({&value, kBytes, DType::kU8, {}}, {outcome(), kBytes, DType::kU8, device_.id()}, stream_);
+  device_.synchronize(stream_);
+}
+
+BufferView StepEngine::loss_scale_memory() {
+  bring_loss_scale();
+  return {&outcome()->scale_f32, 1, DType::kF32, device_.id()};
 }
 
 void StepEngine::zero_grad() {

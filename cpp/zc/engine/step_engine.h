@@ -9,12 +9,14 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "zc/comm/communicator.h"
 #include "zc/device/device.h"
+#include "zc/device/transfer.h"
 #include "zc/engine/matrix_update.h"
 #include "zc/engine/reductions.h"
 #include "zc/optim/optimizer.h"
@@ -34,6 +36,7 @@ struct Options {
   bool share_parameters = false;         // stages 1 and 2: parameters exist once, in memory of all ranks
   std::vector<zero::UnitSpec> units{};   // that parameters name
   zero::GatherLimits limits{};
+  std::optional<math::LossScaleRule> loss_scale{};  // gradients are those of a loss that was multiplied by it
 };
 
 // One fp32 value a parameter element.
@@ -41,6 +44,7 @@ enum class StateKind : std::uint8_t { kMaster, kState1, kState2, kGrad };
 
 struct StepResult {
   math::StepScalars scalars;
+  bool exhausted = false;      // skipped, and the loss scale was at its minimum
   bool stop = false;           // some rank asked to stop after this step
   std::vector<int> nonfinite;  // when skipped: parameters whose gradient is not finite, on any rank
 };
@@ -111,19 +115,33 @@ class StepEngine {
   // The group in which parameters are gathered before use: the same ranks, other collectives.
   const std::shared_ptr<comm::Communicator>& gather_comm() const { return gather_comm_; }
 
+  // The caller's kernels run on this stream, and what the engine puts on its device comes after them.
+  void set_stream(device::Stream stream);
+
   // The optimizer step over everything folded since the last one; resets accumulators and usage. groups: one a
-  // parameter group. divisor: loss scale times micro-batches; where these have weights, scale times the sum of
-  // all ranks' weights takes its place. max_norm 0: no clipping. Nothing is updated when a gradient is not finite.
-  // settings: a number that must be equal on all ranks, made of what else decides the update; when it or an argument
-  // other than weights differs, kConfig on all of them. stop: this rank asks all to stop after this step. Collective.
-  StepResult step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
-                  bool stop = false, const Weights& weights = {}, double scale = 1);
+  // parameter group. divisor: micro-batches; where these have weights, the sum of all ranks' weights takes its place.
+  // max_norm 0: no clipping. Nothing is updated when a gradient is not finite. settings: a number that must be equal on
+  // all ranks, made of what else decides the update; when it or an argument other than weights differs, kConfig on all
+  // of them. stop: this rank asks all to stop after this step. Collective. On a device that runs behind nobody waits
+  // for it: result() tells how it went, and is asked by the next step at the latest.
+  void step(std::span<const optim::Hyper> groups, double divisor, double max_norm, std::uint32_t settings,
+            bool stop = false, const Weights& weights = {});
+
+  // How the last step went. Waits for its norm, not for its update. Local.
+  const StepResult& result();
+  bool asked_to_stop() const { return result_.stop; }  // some rank did, for after the last step; known at once
+  bool result_ready() { return !pending_ || outcome_.done(); }
+
+  // With Options::loss_scale: what a loss is to be multiplied by, and where that stands as fp32 in device memory, for
+  // kernels that must not wait for result(). The state can be set between steps.
+  const math::LossScaleState& loss_scale();
+  void set_loss_scale(const math::LossScaleState& state);
+  BufferView loss_scale_memory();
 
   // The same with an update that the caller makes, of groups of ForeignHyper. Unless the result says skip, the
   // accumulators then hold the gradients, unscaled and clipped: the caller writes to the masters it owns and calls
-  // end_foreign_step(), which brings them to the parameters. Both collective.
-  StepResult begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop,
-                                const Weights& weights, double scale);
+  // end_foreign_step(), which brings them to the parameters. Both collective. The first waits for the result.
+  void begin_foreign_step(double divisor, double max_norm, std::uint32_t settings, bool stop, const Weights& weights);
   void end_foreign_step();
 
   // Drops what was folded since the last step.
@@ -157,12 +175,19 @@ class StepEngine {
     return policy_.shard_optimizer && comm_->size() > 1 && !layout_.buckets()[bucket].sharded;
   }
   void follow_masters();  // what is kept of the parameters takes the masters' values, on all ranks
-  // What comes before any update: the norm; then the optimizer's step has begun, or everything folded is dropped.
-  StepResult begin_step(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
-                        double scale);
-  StepResult measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights,
-                     double scale);
+  // What comes before any update: the norm. False: it is known that nothing is to be updated, and everything folded is
+  // dropped. Else the optimizer's step has begun.
+  bool begin_step(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights);
+  void measure(double divisor, double max_norm, std::int64_t settings, bool stop, const Weights& weights);
   std::vector<int> nonfinite_params();
+  void bring_loss_scale();
+
+  // Parts of outcome_, in device memory.
+  static constexpr std::size_t kSumAt = sizeof(math::StepOutcome);
+  static constexpr std::size_t kCountsAt = kSumAt + sizeof(math::ExactSum);
+  math::StepOutcome* outcome() const { return reinterpret_cast<math::StepOutcome*>(outcome_.there()); }
+  math::ExactSum* square_sum() const { return reinterpret_cast<math::ExactSum*>(outcome_.there() + kSumAt); }
+  std::int64_t* nonfinite() const { return reinterpret_cast<std::int64_t*>(outcome_.there() + kCountsAt); }
 
   std::shared_ptr<comm::Communicator> comm_;
   std::shared_ptr<comm::Communicator> gather_comm_;
@@ -182,7 +207,15 @@ class StepEngine {
   std::unique_ptr<zero::ParamGatherer> gatherer_;
   std::unique_ptr<MatrixUpdate> matrix_update_;  // null: there are no matrices to orthogonalise
   std::vector<comm::Work> gathers_;              // one a bucket, reused
-  std::vector<std::uint8_t> nonfinite_;
+
+  device::Stream stream_;
+  // What kernels make of a step: a StepOutcome; the square sum, and for each parameter on how many ranks its gradient
+  // was not finite, both of which ranks add up as integers.
+  device::Download outcome_;
+  StepResult result_;
+  bool pending_ = false;             // result_ is not that of the last step yet
+  math::LossScaleState loss_scale_;  // as of result_
+  bool send_loss_scale_ = true;      // the outcome's is older
 };
 
 }  // namespace zc::engine

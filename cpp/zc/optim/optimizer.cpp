@@ -52,17 +52,13 @@ std::vector<double> values(const Hyper& hyper) {
   return std::visit([](const auto& h) { return values_of(h); }, hyper);
 }
 
-Optimizer::Optimizer(std::vector<Hyper> groups, std::vector<Slot> slots)
-    : groups_(std::move(groups)),
+Optimizer::Optimizer(device::Device& device, std::vector<Hyper> groups, std::vector<Slot> slots)
+    : device_(device),
+      groups_(std::move(groups)),
       slots_(std::move(slots)),
       num_states_{optim::num_states(groups_, false), optim::num_states(groups_, true)},
       steps_(slots_.size(), 0),
-      used_(slots_.size(), 1),
-      adam_(slots_.size()),
-      sgd_(slots_.size()),
-      lion_(slots_.size()),
-      adagrad_(slots_.size()),
-      muon_(slots_.size()) {
+      used_(slots_.size(), 1) {
   const bool any_muon = std::ranges::any_of(groups_, is_muon);
   for (const Hyper& hyper : groups_) {
     const bool fits = any_muon ? is_muon(hyper) || std::holds_alternative<math::AdamHyper>(hyper)
@@ -76,6 +72,16 @@ Optimizer::Optimizer(std::vector<Hyper> groups, std::vector<Slot> slots)
     ZC_CHECK(is_muon(groups_[static_cast<std::size_t>(slot.group)]) == (slot.rows_by_columns > 0), kInternal,
              "[optim] Muon updates matrices, and nothing else does");
   }
+  const auto allocate = [&]<class Kind>(auto& table) {
+    const auto is_kind = [](const Hyper& hyper) { return std::holds_alternative<Kind>(hyper); };
+    if (std::ranges::any_of(groups_, is_kind)) table.allocate(device_, slots_.size());
+  };
+  allocate.operator()<math::AdamHyper>(adam_);
+  allocate.operator()<math::SgdHyper>(sgd_);
+  allocate.operator()<math::LionHyper>(lion_);
+  allocate.operator()<math::AdagradHyper>(adagrad_);
+  allocate.operator()<math::MuonHyper>(muon_);
+  used_there_.allocate(device_, slots_.size());
 }
 
 void Optimizer::set_groups(std::span<const Hyper> groups) {
@@ -96,11 +102,15 @@ void Optimizer::set_steps(std::span<const std::int64_t> steps) {
   std::copy(steps.begin(), steps.end(), steps_.begin());
 }
 
-void Optimizer::begin_step(std::span<const std::uint8_t> used) {
+void Optimizer::begin_step(std::span<const std::uint8_t> used, device::Stream stream) {
   ZC_CHECK(used.size() == used_.size(), kInternal, "[optim] ", used.size(), " used flags for ", used_.size(), " slots");
   std::copy(used.begin(), used.end(), used_.begin());
-  all_used_ = std::all_of(used_.begin(), used_.end(), [](std::uint8_t flag) { return flag != 0; });
+  const auto all_tables = [&](const auto& body) {
+    body(used_there_), body(adam_), body(sgd_), body(lion_), body(adagrad_), body(muon_);
+  };
+  all_tables([](auto& table) { table.begin(); });
   for (std::size_t slot = 0; slot < used_.size(); ++slot) {
+    used_there_[slot] = used_[slot];
     if (!used_[slot]) continue;
     const std::int64_t step = ++steps_[slot];
     const Hyper& hyper = groups_[static_cast<std::size_t>(slots_[slot].group)];
@@ -116,6 +126,13 @@ void Optimizer::begin_step(std::span<const std::uint8_t> used) {
       muon_[slot] = math::muon_scalars(*muon, slots_[slot].rows_by_columns);
     }
   }
+  all_tables([&](auto& table) { table.send(stream); });
+}
+
+void Optimizer::undo_step() {
+  for (std::size_t slot = 0; slot < used_.size(); ++slot) {
+    if (used_[slot]) --steps_[slot];
+  }
 }
 
 int Optimizer::newton_schulz_iterations(int slot) const {
@@ -123,36 +140,29 @@ int Optimizer::newton_schulz_iterations(int slot) const {
   return std::get<math::MuonHyper>(groups_[group]).iterations;
 }
 
-std::span<const device::Piece> Optimizer::used_pieces(std::span<const device::Piece> pieces) {
-  if (all_used_) return pieces;
-  used_pieces_.clear();
-  std::copy_if(pieces.begin(), pieces.end(), std::back_inserter(used_pieces_),
-               [&](const device::Piece& piece) { return used(piece.slot); });
-  return used_pieces_;
-}
-
-void Optimizer::update(device::Kernels& kernels, std::span<const device::Piece> pieces, const math::StepScalars& step,
+void Optimizer::update(const device::Pieces& pieces, const math::StepScalars* step,
                        const device::OptimizerBuffers& buffers, device::Stream stream) {
-  pieces = used_pieces(pieces);
-  if (pieces.empty()) return;
-  const Hyper& kind = groups_[static_cast<std::size_t>(slots_[static_cast<std::size_t>(pieces.front().slot)].group)];
+  if (pieces.list.empty()) return;
+  device::Kernels& kernels = device_.kernels();
+  const std::uint8_t* used = used_there_.there();
+  const Slot& first = slots_[static_cast<std::size_t>(pieces.list.front().slot)];
+  const Hyper& kind = groups_[static_cast<std::size_t>(first.group)];
   if (std::holds_alternative<math::AdamHyper>(kind)) {
-    kernels.adam(pieces, adam_.data(), &step, buffers, stream);
+    kernels.adam(pieces, adam_.there(), used, step, buffers, stream);
   } else if (std::holds_alternative<math::SgdHyper>(kind)) {
-    kernels.sgd(pieces, sgd_.data(), &step, buffers, stream);
+    kernels.sgd(pieces, sgd_.there(), used, step, buffers, stream);
   } else if (std::holds_alternative<math::LionHyper>(kind)) {
-    kernels.lion(pieces, lion_.data(), &step, buffers, stream);
+    kernels.lion(pieces, lion_.there(), used, step, buffers, stream);
   } else if (std::holds_alternative<math::AdagradHyper>(kind)) {
-    kernels.adagrad(pieces, adagrad_.data(), &step, buffers, stream);
+    kernels.adagrad(pieces, adagrad_.there(), used, step, buffers, stream);
   } else {
-    kernels.muon(pieces, muon_.data(), &step, buffers, stream);
+    kernels.muon(pieces, muon_.there(), used, step, buffers, stream);
   }
 }
 
-void Optimizer::muon_momentum(device::Kernels& kernels, std::span<const device::Piece> pieces,
-                              const math::StepScalars& step, const device::OptimizerBuffers& buffers,
-                              device::Stream stream) {
-  kernels.muon_momentum(used_pieces(pieces), muon_.data(), &step, buffers, stream);
+void Optimizer::muon_momentum(const device::Pieces& pieces, const math::StepScalars* step,
+                              const device::OptimizerBuffers& buffers, device::Stream stream) {
+  device_.kernels().muon_momentum(pieces, muon_.there(), used_there_.there(), step, buffers, stream);
 }
 
 }  // namespace zc::optim

@@ -7,6 +7,7 @@
 
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"
+#include "zc/device/piece_table.h"
 #include "zc/zero/shard_layout.h"
 
 namespace zc::zero {
@@ -28,13 +29,13 @@ struct Bucket {
   std::int64_t kept_offset = 0;
   std::int64_t owned_offset = 0;
   std::int64_t shard_offset = 0;
-  BufferView params;                        // kept, model dtype
-  BufferView grads;                         // owned: the accumulator. Null, as what follows, when nothing is trained
-  BufferView grad_shard;                    // the part of grads that reductions fold into
-  BufferView master;                        // owned, fp32; for an fp32 model the owned part of params itself
-  std::array<BufferView, 2> states;         // owned, fp32; null when the optimizer keeps fewer
-  std::vector<device::Piece> pieces;        // of the owned part
-  std::vector<device::Piece> shard_pieces;  // of the shard
+  BufferView params;                 // kept, model dtype
+  BufferView grads;                  // owned: the accumulator. Null, as what follows, when nothing is trained
+  BufferView grad_shard;             // the part of grads that reductions fold into
+  BufferView master;                 // owned, fp32; for an fp32 model the owned part of params itself
+  std::array<BufferView, 2> states;  // owned, fp32; null when the optimizer keeps fewer
+  device::PieceTable pieces;         // of the owned part
+  device::PieceTable shard_pieces;   // of the shard
 };
 
 }  // namespace zc::zero

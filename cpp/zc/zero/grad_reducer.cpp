@@ -114,11 +114,12 @@ std::vector<int> GradReducer::end_micro_step() {
   return late;
 }
 
-// Whether a launch would not wait for peers, or may. Where it may not, it still waits a moment, since peers that use
-// the same parameters are near; this keeps a fast rank from piling up gradients.
+// Whether a launch would not wait for peers, or may. On a device that runs behind only the stream would. Where it may
+// not, it still waits a moment, since peers that use the same parameters are near; this keeps a fast rank from piling
+// up gradients.
 bool GradReducer::may_launch_next() {
   constexpr std::chrono::milliseconds kPatience{20};
-  if (!peers_may_wait_ || pool_.empty()) return true;
+  if (!peers_may_wait_ || pool_.empty() || device_.runs_behind()) return true;
   const comm::Work& work = pool_[next_buffer_].work;
   const trace::Scope scope("wait", pool_[next_buffer_].label);
   const bool free = work.done() || (!was_patient_ && work.wait_for(kPatience));
@@ -132,59 +133,35 @@ void GradReducer::launch(int bucket, bool late_only) {
   const BucketLayout& layout = layout_.buckets()[b];
   const bool alone = pool_.empty();
   const bool first = folded_[b] == 0;
-  Buffer* buffer = nullptr;
-  BufferView staging;
-  if (!alone) {
-    buffer = &pool_[next_buffer_];
-    next_buffer_ = (next_buffer_ + 1) % pool_.size();
-    trace::wait(buffer->work, buffer->label);
-    if (!buffer->memory) buffer->memory = comm_->allocate(largest_bytes_);
-    staging = {buffer->memory.get(), layout.numel, dtype_, device_.id()};
-  }
-  const trace::Scope scope(alone ? "fold" : "copy", buckets_[b].label);
+  parts_.clear();
   for (const Placement& placement : layout.placements) {
     BufferView& grad = grads_[static_cast<std::size_t>(placement.param)];
-    const bool take =
-        grad.data != nullptr && has_micro_batch_ && (!late_only || late_[static_cast<std::size_t>(placement.param)]);
-    if (alone) {
-      const BufferView acc = buckets_[b].grad_shard.slice(placement.offset, placement.numel);
-      if (take) {
-        fold_here(acc, grad, first);
-      } else if (first) {
-        device_.kernels().zero(acc, {});
-      }
-    } else if (take) {
-      device_.kernels().cast(grad, staging.slice(placement.offset, placement.numel), {});
-    } else {
-      device_.kernels().zero(staging.slice(placement.offset, placement.numel), {});
-    }
+    const bool take = has_micro_batch_ && (!late_only || late_[static_cast<std::size_t>(placement.param)]);
+    parts_.push_back({take ? grad.data : nullptr, grad.dtype, placement.offset, placement.numel});
     held_bytes_ -= grad.bytes();
     grad = {};
   }
-  if (!alone) {
-    buffer->work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first);
-    buffer->label = labels_[b];
-    auto memory = std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer->memory, owner_);
-    buffer->work.keep(trace::until_dropped("reduce", buckets_[b].label, std::move(memory)));
+  if (alone) {
+    const trace::Scope scope("fold", buckets_[b].label);
+    device_.kernels().fold_parts(parts_, dtype_, buckets_[b].grad_shard, first, stream_);
+  } else {
+    Buffer& buffer = pool_[next_buffer_];
+    next_buffer_ = (next_buffer_ + 1) % pool_.size();
+    trace::wait(buffer.work, buffer.label, stream_);
+    if (!buffer.memory) buffer.memory = comm_->allocate(largest_bytes_);
+    const BufferView staging{buffer.memory.get(), layout.numel, dtype_, device_.id()};
+    {
+      const trace::Scope scope("copy", buckets_[b].label);
+      device_.kernels().pack(parts_, staging, stream_);
+    }
+    buffer.work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first, stream_);
+    buffer.label = labels_[b];
+    auto memory = std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer.memory, owner_);
+    buffer.work.keep(trace::until_dropped("reduce", buckets_[b].label, std::move(memory)));
   }
   launched_[b] = 1;
   folded_[b] = 1;
   just_launched_.push_back(bucket);
-}
-
-// With one rank: folds a gradient into its part of the accumulator, rounded as if it had travelled.
-void GradReducer::fold_here(BufferView acc, BufferView grad, bool first) {
-  if (grad.dtype != dtype_) {
-    if (rounded_numel_ < grad.numel) {
-      rounded_ = device_.allocate(grad.numel * size_bytes(dtype_));
-      rounded_numel_ = grad.numel;
-    }
-    const BufferView rounded{rounded_.get(), grad.numel, dtype_, device_.id()};
-    device_.kernels().cast(grad, rounded, {});
-    grad = rounded;
-  }
-  const void* source[] = {grad.data};
-  device::fold(device_.kernels(), source, dtype_, acc, first, {});
 }
 
 void GradReducer::agree_on_record() {
@@ -216,23 +193,14 @@ std::vector<int> GradReducer::exchange_usage() {
 }
 
 void GradReducer::wait() {
-  for (const Buffer& buffer : pool_) trace::wait(buffer.work, buffer.label);
+  for (const Buffer& buffer : pool_) trace::wait(buffer.work, buffer.label, stream_);
 }
 
-std::int64_t GradReducer::most_pool_bytes() const {
-  if (!pool_.empty()) return static_cast<std::int64_t>(pool_.size()) * largest_bytes_;
-  std::int64_t rounded = 0;  // with one rank: the largest gradient that comes in another dtype
-  for (const BucketLayout& bucket : layout_.buckets()) {
-    const DType used = bucket.unit < 0 ? bucket.dtype : bucket.compute_dtype;
-    if (!bucket.trainable || used == dtype_) continue;
-    for (const Placement& placement : bucket.placements) rounded = std::max(rounded, placement.numel);
-  }
-  return rounded * size_bytes(dtype_);
-}
+std::int64_t GradReducer::most_pool_bytes() const { return static_cast<std::int64_t>(pool_.size()) * largest_bytes_; }
 
 std::int64_t GradReducer::pool_bytes() const {
   const auto num_filled = std::ranges::count_if(pool_, [](const Buffer& buffer) { return buffer.memory != nullptr; });
-  return num_filled * largest_bytes_ + rounded_numel_ * size_bytes(dtype_);
+  return num_filled * largest_bytes_;
 }
 
 void GradReducer::reset() {
@@ -242,7 +210,7 @@ void GradReducer::reset() {
 
 void GradReducer::settle(int bucket) {
   const auto b = static_cast<std::size_t>(bucket);
-  if (folded_[b] == 0) device_.kernels().zero(buckets_[b].grad_shard, {});
+  if (folded_[b] == 0) device_.kernels().zero(buckets_[b].grad_shard, stream_);
   folded_[b] = 1;
 }
 

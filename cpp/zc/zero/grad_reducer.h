@@ -43,6 +43,9 @@ class GradReducer {
               std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
               bool peers_may_wait);
 
+  // What the caller's kernels run on: gradients are ready in its order, and may be freed in its order.
+  void set_stream(device::Stream stream) { stream_ = stream; }
+
   std::int64_t pool_bytes() const;  // held now
   std::int64_t most_pool_bytes() const;
 
@@ -65,7 +68,7 @@ class GradReducer {
   // late arrival on any rank (empty in a correct run). Collective.
   std::vector<int> end_micro_step();
 
-  // Waits until every launched bucket is in the accumulators.
+  // Waits until every launched bucket is in the accumulators; on a device that runs behind the stream waits.
   void wait();
 
   // used[param] is 1 when any rank with a micro-batch has used it since the last reset.
@@ -84,7 +87,6 @@ class GradReducer {
  private:
   bool may_launch_next();
   void launch(int bucket, bool late_only);
-  void fold_here(BufferView acc, BufferView grad, bool first);
   void agree_on_record();
   std::vector<int> exchange_usage();
 
@@ -106,8 +108,8 @@ class GradReducer {
   bool peers_may_wait_;
   bool was_patient_ = false;        // the next launch has waited as long as it may
   std::int64_t largest_bytes_ = 0;  // of a bucket
-  Memory rounded_;                  // one rank: a gradient on its way, when its own dtype is another
-  std::int64_t rounded_numel_ = 0;
+  device::Stream stream_;
+  std::vector<device::Part> parts_;  // of the bucket that is launched; reused
 
   bool open_ = false;
   bool recording_ = true;

@@ -264,11 +264,11 @@ void ParamGatherer::start(int bucket, BufferView full) {
   ZC_CHECK(unit.gathered, kInternal, "[zero] ", source.label, " gathered without a plan");
   const trace::Scope scope("start", labels_[static_cast<std::size_t>(bucket)]);
   if (!layout.sharded) {
-    device_.kernels().cast(source.params, full, {});
+    device_.kernels().cast(source.params, full, stream_);
     return;
   }
-  // What travels is the narrower of the two dtypes; the result is the same.
-  const bool widen = size_bytes(layout.dtype) < size_bytes(layout.compute_dtype);
+  // What travels is the narrower of the two dtypes; the result is the same. Only the host can widen in place.
+  const bool widen = size_bytes(layout.dtype) < size_bytes(layout.compute_dtype) && !device_.runs_behind();
   BufferView travelling = full;
   if (widen) {
     const std::int64_t bytes = layout.numel * size_bytes(layout.dtype);
@@ -277,9 +277,9 @@ void ParamGatherer::start(int bucket, BufferView full) {
   BufferView shard = source.params;
   if (shard.dtype != travelling.dtype) {
     shard = travelling.slice(source.shard_offset, layout.shard_numel);
-    device_.kernels().cast(source.params, shard, {});
+    device_.kernels().cast(source.params, shard, stream_);
   }
-  comm::Work work = comm_->all_gather(shard, travelling, labels_[static_cast<std::size_t>(bucket)]);
+  comm::Work work = comm_->all_gather(shard, travelling, labels_[static_cast<std::size_t>(bucket)], stream_);
   work.keep(trace::until_dropped("gather", source.label, owner_));
   unit.flights.push_back({bucket, full, std::move(work), widen});
 }
@@ -292,7 +292,7 @@ void ParamGatherer::wait(int unit) {
 
 void ParamGatherer::land(Unit& unit) {
   for (Flight& flight : unit.flights) {
-    trace::wait(flight.work, labels_[static_cast<std::size_t>(flight.bucket)]);
+    trace::wait(flight.work, labels_[static_cast<std::size_t>(flight.bucket)], stream_);
     if (flight.widen) {
       widen(device_.kernels(), flight.full, layout_.buckets()[static_cast<std::size_t>(flight.bucket)].dtype);
     }

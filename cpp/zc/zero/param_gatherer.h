@@ -57,6 +57,9 @@ class ParamGatherer {
   ParamGatherer(const ParamGatherer&) = delete;
   ParamGatherer& operator=(const ParamGatherer&) = delete;
 
+  // What the caller's kernels run on: memory that start() is given is free in its order, and wait() makes it wait.
+  void set_stream(device::Stream stream) { stream_ = stream; }
+
   int num_units() const { return static_cast<int>(units_.size()); }
   std::span<const int> buckets(int unit) const { return units_[index(unit)].buckets; }
 
@@ -77,7 +80,7 @@ class ParamGatherer {
   // stay until wait(), or until the gatherer is gone.
   void start(int bucket, BufferView full);
 
-  // Waits until the unit is whole. Nothing to do when it is.
+  // Waits until the unit is whole; on a device that runs behind the stream waits. Nothing to do when it is.
   void wait(int unit);
 
   // A micro-step has ended: its order of uses predicts the next one's.
@@ -141,6 +144,7 @@ class ParamGatherer {
   std::span<const Bucket> buckets_;
   GatherLimits limits_;
   std::shared_ptr<void> owner_;
+  device::Stream stream_;
   std::vector<Unit> units_;
   std::vector<std::string> labels_;
   std::int64_t total_numel_ = 0;

@@ -41,8 +41,7 @@ TEST(CommunicatorTest, ArgumentsAreChecked) {
   EXPECT_EQ(message_of([&] { comm->gather_bytes({}, out, ""); }),
             "[comm] gather_bytes: room for the result: got 4 bytes, expected 0 (1 ranks times 0)");
   EXPECT_EQ(message_of([&] { comm->all_gather(cuda, ""); }),
-            "[comm] all_gather: buffer is not in host memory: got a CUDA buffer, expected a CPU buffer. This "
-            "communicator moves host memory only.");
+            "[comm] all_gather: buffer lies in cuda:0, which the \"self\" communicator does not take.");
   EXPECT_EQ(message_of([&] { comm->all_gather(four, bytes, ""); }),
             "[comm] all_gather: shard dtype: got fp32, expected the buffer's, uint8");
   EXPECT_EQ(message_of([&] { comm->all_gather(four, eight, ""); }),

@@ -16,7 +16,7 @@ BufferView view(std::vector<T>& values) {
   return {values.data(), static_cast<std::int64_t>(values.size()), kDType<T>, {}};
 }
 
-math::ExactSum square_sum(BufferView in, const std::vector<Piece>& pieces, std::vector<std::uint8_t>& nonfinite) {
+math::ExactSum square_sum(BufferView in, const std::vector<Piece>& pieces, std::vector<std::int64_t>& nonfinite) {
   math::ExactSum sum;
   cpu_kernels().square_sum(in, pieces, &sum, nonfinite.data(), {});
   sum.normalize();
@@ -34,7 +34,7 @@ TEST(CpuSquareSum, AddsBlocksFromEachPiecesStart) {
       expected.add(math::square_sum_block(in.data() + 3 + begin, count));
     }
     expected.normalize();
-    std::vector<std::uint8_t> nonfinite(1, 0);
+    std::vector<std::int64_t> nonfinite(1, 0);
     const math::ExactSum sum = square_sum(in.view(DType::kF32), {{3, static_cast<std::int64_t>(numel), 0}}, nonfinite);
     EXPECT_EQ(sum.limbs(), expected.limbs()) << numel;
     EXPECT_EQ(nonfinite[0], 0);
@@ -45,7 +45,7 @@ TEST(CpuSquareSum, AddsBlocksFromEachPiecesStart) {
 TEST(CpuSquareSum, CutsAtBlocksAndTheirOrderDoNotMatter) {
   std::vector<float> in(10'007);
   fill_random(in.data(), in.size(), 1);
-  std::vector<std::uint8_t> nonfinite(2, 0);
+  std::vector<std::int64_t> nonfinite(2, 0);
   const math::ExactSum whole = square_sum(view(in), {{0, 10'007, 1}}, nonfinite);
   const math::ExactSum cut = square_sum(view(in), {{5120, 4887, 1}, {1024, 4096, 1}, {0, 1024, 1}}, nonfinite);
   EXPECT_EQ(cut.limbs(), whole.limbs());
@@ -63,7 +63,7 @@ void check_converted() {
       values[i] = to_float(in[i]);
     }
     const std::vector<Piece> pieces{{3, static_cast<std::int64_t>(numel), 0}};
-    std::vector<std::uint8_t> nonfinite(1, 0);
+    std::vector<std::int64_t> nonfinite(1, 0);
     EXPECT_EQ(square_sum(in.view(kDType<T>), pieces, nonfinite).limbs(),
               square_sum(view(values), pieces, nonfinite).limbs())
         << numel;
@@ -72,11 +72,11 @@ void check_converted() {
   }
   // More blocks than are summed at a time, and one that is not finite.
   std::vector<T> in(200'000, math::from_float<T>(2));
-  std::vector<std::uint8_t> nonfinite{0, 0};
+  std::vector<std::int64_t> nonfinite{0, 0};
   EXPECT_EQ(square_sum(view(in), {{0, 200'000, 1}}, nonfinite).to_double(), 800'000);
   in[150'000] = math::from_float<T>(std::numeric_limits<float>::infinity());
   EXPECT_EQ(square_sum(view(in), {{0, 200'000, 1}}, nonfinite).to_double(), 800'000 - 4 * 1024);
-  EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1}));
+  EXPECT_EQ(nonfinite, (std::vector<std::int64_t>{0, 1}));
 }
 
 TEST(CpuSquareSum, F16IsTakenAsFp32) { check_converted<F16>(); }
@@ -87,19 +87,19 @@ TEST(CpuSquareSum, ThreadsDoNotMatter) {
   fill_random(in.data(), in.size(), 1);
   in[150'000] = std::numeric_limits<float>::infinity();
   const std::vector<Piece> pieces{{0, 64, 0}, {64, 1, 1}, {1024, 200'001, 2}, {202'752, 97'000, 3}};
-  std::vector<std::uint8_t> alone(4, 0), several(4, 0);
+  std::vector<std::int64_t> alone(4, 0), several(4, 0);
   const math::ExactSum expected = square_sum(view(in), pieces, alone);
   set_num_threads(2);
   const math::ExactSum sum = square_sum(view(in), pieces, several);
   set_num_threads(1);
   EXPECT_EQ(sum.limbs(), expected.limbs());
-  EXPECT_EQ(several, (std::vector<std::uint8_t>{0, 0, 1, 0}));
+  EXPECT_EQ(several, (std::vector<std::int64_t>{0, 0, 1, 0}));
   EXPECT_EQ(alone, several);
 }
 
 TEST(CpuSquareSum, AddsToTheSum) {
   std::vector<float> in(16, 2.0f);
-  std::vector<std::uint8_t> nonfinite(1, 0);
+  std::vector<std::int64_t> nonfinite(1, 0);
   math::ExactSum sum;
   sum.add(0.5);
   cpu_kernels().square_sum(view(in), std::vector<Piece>{{0, 16, 0}}, &sum, nonfinite.data(), {});
@@ -111,10 +111,10 @@ TEST(CpuSquareSum, FlagsTheSlotAndLeavesTheBlockOut) {
                     std::numeric_limits<float>::quiet_NaN()}) {
     std::vector<float> in(4096, 1.0f);
     in[1500] = bad;
-    std::vector<std::uint8_t> nonfinite{0, 0, 1};
+    std::vector<std::int64_t> nonfinite{0, 0, 1};
     const math::ExactSum sum = square_sum(view(in), {{0, 1024, 0}, {1024, 3072, 1}}, nonfinite);
     EXPECT_EQ(sum.to_double(), 3072);                            // without the block [1024, 2048)
-    EXPECT_EQ(nonfinite, (std::vector<std::uint8_t>{0, 1, 1}));  // flags are never cleared
+    EXPECT_EQ(nonfinite, (std::vector<std::int64_t>{0, 1, 1}));  // flags are never cleared
   }
 }
 

@@ -14,23 +14,25 @@ namespace {
 
 enum class Kind { kAdam, kSgd, kMomentum, kLion, kAdagrad };
 
+constexpr std::uint8_t kUsed[] = {1, 1, 1, 1, 1, 1, 1, 1};
+
 struct NoModel {};  // the fp32 parameter is the model's own
 
 void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::AdamScalars>& scalars,
                 const math::StepScalars& step, const OptimizerBuffers& buffers) {
-  cpu_kernels().adam(pieces, scalars.data(), &step, buffers, {});
+  cpu_kernels().adam(pieces, scalars.data(), kUsed, &step, buffers, {});
 }
 void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::SgdScalars>& scalars,
                 const math::StepScalars& step, const OptimizerBuffers& buffers) {
-  cpu_kernels().sgd(pieces, scalars.data(), &step, buffers, {});
+  cpu_kernels().sgd(pieces, scalars.data(), kUsed, &step, buffers, {});
 }
 void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::LionScalars>& scalars,
                 const math::StepScalars& step, const OptimizerBuffers& buffers) {
-  cpu_kernels().lion(pieces, scalars.data(), &step, buffers, {});
+  cpu_kernels().lion(pieces, scalars.data(), kUsed, &step, buffers, {});
 }
 void run_kernel(const std::vector<Piece>& pieces, const std::vector<math::AdagradScalars>& scalars,
                 const math::StepScalars& step, const OptimizerBuffers& buffers) {
-  cpu_kernels().adagrad(pieces, scalars.data(), &step, buffers, {});
+  cpu_kernels().adagrad(pieces, scalars.data(), kUsed, &step, buffers, {});
 }
 
 // The buffers of one optimizer, and the same update made element by element with the functors of zc/math.
@@ -223,8 +225,8 @@ void check_muon() {
   buffers.direction = got.state2.data();
   buffers.grad = grad.data();
   buffers.grad_dtype = kDType<Grad>;
-  cpu_kernels().muon_momentum(pieces, scalars.data(), &kStep, buffers, {});
-  cpu_kernels().muon(pieces, scalars.data(), &kStep, buffers, {});
+  cpu_kernels().muon_momentum(pieces, scalars.data(), kUsed, &kStep, buffers, {});
+  cpu_kernels().muon(pieces, scalars.data(), kUsed, &kStep, buffers, {});
   for (const Piece& piece : pieces) {
     const auto& s = scalars[static_cast<std::size_t>(piece.slot)];
     for (auto i = static_cast<std::size_t>(piece.offset); i < static_cast<std::size_t>(piece.offset + piece.numel);
@@ -327,8 +329,8 @@ TEST(CpuOptimizer, NoSuchModelDtype) {
       EXPECT_NE(std::string(error.what()).find("no such model dtype: got int64"), std::string::npos) << error.what();
     }
   };
-  expect_error([&] { cpu_kernels().adam(pieces, adam_slots().data(), &kStep, buffers, {}); });
-  expect_error([&] { cpu_kernels().sgd(pieces, sgd_slots(0).data(), &kStep, buffers, {}); });
+  expect_error([&] { cpu_kernels().adam(pieces, adam_slots().data(), kUsed, &kStep, buffers, {}); });
+  expect_error([&] { cpu_kernels().sgd(pieces, sgd_slots(0).data(), kUsed, &kStep, buffers, {}); });
 }
 
 }  // namespace

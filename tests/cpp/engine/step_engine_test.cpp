@@ -24,7 +24,7 @@ std::vector<std::byte> train(const Setting& s) {
     const int micro_steps = (s.micro_batches + s.num_ranks - 1) / s.num_ranks;
     for (int step = 0; step < s.steps; ++step) {
       for (int k = 0; k < micro_steps; ++k) run_micro_step(*engine, s, rank, step, k);
-      const StepResult result = engine->step(std::vector<optim::Hyper>{s.hyper}, s.micro_batches, s.max_norm, 0);
+      const StepResult result = stepped(*engine, std::vector<optim::Hyper>{s.hyper}, s.micro_batches, s.max_norm, 0);
       EXPECT_EQ(result.scalars.skip, 0u);
     }
     results[static_cast<std::size_t>(rank)] = params_of(*engine, s.dtype);
@@ -70,7 +70,7 @@ TEST(StepEngineTest, SgdOnExactNumbersGivesTheMeanGradient) {
         engine.reducer().ready(0, {grad.data(), 2000, DType::kF32, {}});
         engine.reducer().end_micro_step();
       }
-      const StepResult result = engine.step(std::vector<optim::Hyper>{SgdHyper{.lr = 0.5}}, 4, 0, 0);
+      const StepResult result = stepped(engine, std::vector<optim::Hyper>{SgdHyper{.lr = 0.5}}, 4, 0, 0);
       EXPECT_EQ(result.scalars.grad_norm, std::sqrt(2000.0 * 36) / 4);
       const auto at = engine.param_memory(0);
       const float* param = reinterpret_cast<const float*>(at.memory.get() + at.offset_bytes);
@@ -92,7 +92,7 @@ TEST(StepEngineTest, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
       engine->reducer().begin_micro_step(true);
       engine->reducer().ready(4, {grad.data(), kNumels[4], DType::kF32, {}});
       engine->reducer().end_micro_step();
-      const StepResult result = engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0);
+      const StepResult result = stepped(*engine, std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0);
       EXPECT_EQ(result.scalars.skip, 1u);
       EXPECT_EQ(result.nonfinite, std::vector<int>{4});
       EXPECT_EQ(params_of(*engine, DType::kF32), before);
@@ -100,7 +100,7 @@ TEST(StepEngineTest, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
       // Nothing of it is left: a step of zero gradients over unused parameters moves nothing.
       engine->reducer().begin_micro_step(true);
       engine->reducer().end_micro_step();
-      EXPECT_EQ(engine->step(std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0).scalars.grad_norm, 0);
+      EXPECT_EQ(stepped(*engine, std::vector<optim::Hyper>{setting.hyper}, 2, 1, 0).scalars.grad_norm, 0);
       EXPECT_EQ(params_of(*engine, DType::kF32), before);
     });
   }

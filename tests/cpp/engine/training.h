@@ -97,6 +97,12 @@ inline std::map<int, std::vector<std::byte>> gather(StepEngine& engine, int unit
   return full;
 }
 
+template <class... Arguments>
+StepResult stepped(StepEngine& engine, const Arguments&... arguments) {
+  engine.step(arguments...);
+  return engine.result();
+}
+
 inline void run_micro_step(StepEngine& engine, const Setting& s, int rank, int step, int k) {
   for (int unit = 0; unit < engine.gatherer().num_units(); ++unit) gather(engine, unit, true);
   const int j = k * s.num_ranks + rank;
