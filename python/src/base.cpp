@@ -66,21 +66,28 @@ void bind_base(py::module_& m) {
       .value("int64", zc::DType::kI64)
       .value("uint8", zc::DType::kU8);
 
-  py::class_<zc::BufferView>(m, "BufferView", "A typed range of host memory at an address. Keeps nothing alive.")
-      .def(py::init([](std::uintptr_t address, std::int64_t numel, zc::DType dtype) {
-             return zc::BufferView{reinterpret_cast<void*>(address), numel, dtype, {}};
+  py::class_<zc::BufferView>(m, "BufferView", "A typed range of memory at an address. Keeps nothing alive.")
+      .def(py::init([](std::uintptr_t address, std::int64_t numel, zc::DType dtype, int cuda_index) {
+             const zc::DeviceId cuda{zc::DeviceType::kCuda, cuda_index};
+             return zc::BufferView{reinterpret_cast<void*>(address), numel, dtype,
+                                   cuda_index < 0 ? zc::DeviceId{} : cuda};
            }),
-           py::arg("address"), py::arg("numel"), py::arg("dtype"))
+           py::arg("address"), py::arg("numel"), py::arg("dtype"), py::arg("cuda_index") = -1,
+           "cuda_index: of the device whose memory it is; -1: the host's.")
       .def_readonly("numel", &zc::BufferView::numel)
       .def_readonly("dtype", &zc::BufferView::dtype);
 
   m.def("cast", &cast, py::call_guard<py::gil_scoped_release>(), py::arg("source"), py::arg("out"),
         "Converts fp32, fp16 or bf16 elements to another of these, rounded to nearest even.");
 
-  py::class_<PyMemory>(m, "Memory", py::buffer_protocol(), "Memory of the core, as a writable buffer of bytes.")
+  py::class_<PyMemory>(m, "Memory", py::buffer_protocol(),
+                       "Memory of the core, as a writable buffer of bytes where it is the host's.")
       .def_buffer([](PyMemory& self) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(self.memory.get()), self.bytes);
-      });
+      })
+      .def_property_readonly("address",
+                             [](const PyMemory& self) { return reinterpret_cast<std::uintptr_t>(self.memory.get()); })
+      .def_readonly("bytes", &PyMemory::bytes);
   m.def("set_num_threads", &zc::set_num_threads, py::arg("num_threads"),
         "How many threads loops over memory use from now on, at most one a core that this process may run on.");
   bind_trace(m);

@@ -6,4 +6,5 @@ void bind_errors(pybind11::module_& m);
 void bind_base(pybind11::module_& m);
 void bind_ckpt(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
+void bind_device(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);

@@ -116,6 +116,9 @@ void bind_comm(py::module_& m) {
 
   py::class_<Work>(m, "Work", "A collective in flight. The memory it was given must stay alive until wait() is over.")
       .def("wait", &wait, "Blocks until the collective is done; raises what made it fail.")
+      .def(
+          "order", [](const Work& self, std::uintptr_t handle) { self.wait(stream(handle)); }, NoGil(),
+          py::arg("stream"), "What is put on the stream from now on sees the result. Host memory: as wait().")
       .def("done", &Work::done, NoGil());
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "Collectives over a group of ranks.")

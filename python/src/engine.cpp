@@ -93,6 +93,10 @@ void bind_loss_scale(py::module_& m, py::class_<StepEngine>& engine) {
            py::kw_only(), py::arg("dynamic"), py::arg("initial_scale"), py::arg("window"), py::arg("hysteresis"),
            py::arg("consecutive_hysteresis"), py::arg("min_scale"));
   engine.def_property_readonly("loss_scale", [](StepEngine& self) { return self.loss_scale().scale; })
+      .def(
+          "loss_scale_address",
+          [](StepEngine& self) { return reinterpret_cast<std::uintptr_t>(self.loss_scale_memory().data); }, NoGil(),
+          "Of an fp32 value in the device's memory.")
       .def_property(
           "loss_scale_state",
           [](StepEngine& self) {
@@ -155,7 +159,8 @@ void bind_gatherer(py::class_<StepEngine>& engine) {
           "start_gather",
           [](StepEngine& self, int bucket, std::uintptr_t address) {
             const auto& layout = self.layout().buckets()[static_cast<std::size_t>(bucket)];
-            self.gatherer().start(bucket, {reinterpret_cast<void*>(address), layout.numel, layout.compute_dtype, {}});
+            self.gatherer().start(
+                bucket, {reinterpret_cast<void*>(address), layout.numel, layout.compute_dtype, self.device().id()});
           },
           NoGil())
       .def(
@@ -230,31 +235,29 @@ void bind_engine(py::module_& m) {
 
   py::class_<StepEngine> engine(m, "StepEngine");
   engine
-      .def(py::init([](std::shared_ptr<zc::comm::Communicator> comm, std::vector<zc::zero::ParamSpec> params,
-                       std::vector<zc::optim::Hyper> groups, int stage, std::int64_t bucket_numel, int num_grad_buffers,
-                       zc::DType reduce_dtype, zc::DType accumulate_dtype, bool share_parameters,
-                       std::vector<std::pair<std::string, int>> units, std::int64_t max_live_numel,
-                       std::int64_t max_reuse_numel, std::int64_t prefetch_numel,
-                       std::optional<zc::math::LossScaleRule> loss_scale) {
-             zc::engine::Options options{stage,
-                                         bucket_numel,
-                                         num_grad_buffers,
-                                         reduce_dtype,
-                                         accumulate_dtype,
-                                         share_parameters,
-                                         {},
-                                         {max_live_numel, max_reuse_numel, prefetch_numel},
-                                         loss_scale};
-             for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
-             auto& device =
-                 comm->backend() == std::string_view("plan") ? zc::device::plan_device() : zc::device::cpu_device();
-             return std::make_unique<StepEngine>(std::move(comm), device, std::move(params), std::move(groups),
-                                                 options);
-           }),
-           NoGil(), py::kw_only(), py::arg("comm"), py::arg("params"), py::arg("groups"), py::arg("stage"),
-           py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"), py::arg("accumulate_dtype"),
-           py::arg("share_parameters"), py::arg("units"), py::arg("max_live_numel"), py::arg("max_reuse_numel"),
-           py::arg("prefetch_numel"), py::arg("loss_scale"))
+      .def(
+          py::init([](std::shared_ptr<zc::comm::Communicator> comm, zc::device::Device& device,
+                      std::vector<zc::zero::ParamSpec> params, std::vector<zc::optim::Hyper> groups, int stage,
+                      std::int64_t bucket_numel, int num_grad_buffers, zc::DType reduce_dtype,
+                      zc::DType accumulate_dtype, bool share_parameters, std::vector<std::pair<std::string, int>> units,
+                      std::int64_t max_live_numel, std::int64_t max_reuse_numel, std::int64_t prefetch_numel,
+                      std::optional<zc::math::LossScaleRule> loss_scale) {
+            zc::engine::Options options{stage,
+                                        bucket_numel,
+                                        num_grad_buffers,
+                                        reduce_dtype,
+                                        accumulate_dtype,
+                                        share_parameters,
+                                        {},
+                                        {max_live_numel, max_reuse_numel, prefetch_numel},
+                                        loss_scale};
+            for (auto& [name, parent] : units) options.units.push_back({std::move(name), parent});
+            return std::make_unique<StepEngine>(std::move(comm), device, std::move(params), std::move(groups), options);
+          }),
+          NoGil(), py::kw_only(), py::arg("comm"), py::arg("device"), py::arg("params"), py::arg("groups"),
+          py::arg("stage"), py::arg("bucket_numel"), py::arg("num_grad_buffers"), py::arg("reduce_dtype"),
+          py::arg("accumulate_dtype"), py::arg("share_parameters"), py::arg("units"), py::arg("max_live_numel"),
+          py::arg("max_reuse_numel"), py::arg("prefetch_numel"), py::arg("loss_scale"))
       .def("allocate_states", static_cast<void (StepEngine::*)()>(&StepEngine::allocate_states), NoGil())
       .def("param_memory",
            [](const StepEngine& self, int param) {
@@ -268,7 +271,7 @@ void bind_engine(py::module_& m) {
       .def("ready",
            [](StepEngine& self, int param, std::uintptr_t address, std::int64_t numel, zc::DType dtype,
               bool may_launch) {
-             const zc::BufferView grad{reinterpret_cast<void*>(address), numel, dtype, {}};
+             const zc::BufferView grad{reinterpret_cast<void*>(address), numel, dtype, self.device().id()};
              std::span<const int> launched;
              {
                py::gil_scoped_release unlocked;
@@ -283,6 +286,8 @@ void bind_engine(py::module_& m) {
              const auto at = self.layout().location(param);
              return std::pair(at.bucket, at.offset);
            })
+      .def("set_stream",
+           [](StepEngine& self, std::uintptr_t stream) { self.set_stream({reinterpret_cast<void*>(stream)}); })
       .def("num_buckets", [](const StepEngine& self) { return self.layout().buckets().size(); })
       .def("read_state", &StepEngine::read_state, NoGil())
       .def("write_state", &StepEngine::write_state, NoGil())

@@ -14,5 +14,6 @@ PYBIND11_MODULE(_core, m) {
   bind_base(m);
   bind_ckpt(m);
   bind_comm(m);
+  bind_device(m);
   bind_engine(m);
 }

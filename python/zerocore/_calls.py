@@ -11,6 +11,7 @@ import torch
 
 from zerocore import _data, zero
 from zerocore._accumulation import Accumulation
+from zerocore._device import Host
 from zerocore._optimizer import Optimizer
 from zerocore._params import DTYPES
 from zerocore._part import EnginePart
@@ -23,6 +24,7 @@ class Calls(EnginePart):
     """no_sync(), scale(), compile(), set_train_batch_size() and their like."""
 
     _accumulation: Accumulation
+    _device: Host
     _optimizer: Optimizer
     _in_no_sync = 0
     training_dataloader: Any
@@ -103,10 +105,12 @@ class Calls(EnginePart):
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         used = DTYPES[self._computes_in()]
-        if (device is not None and device.type != "cpu") or dtype not in (None, used):
+        ours = self._device.torch
+        elsewhere = device is not None and (device.type != ours.type or device.index not in (None, ours.index))
+        if elsewhere or dtype not in (None, used):
             raise UnsupportedError(
-                f"[engine] to: got {device or ''} {dtype or ''}, expected cpu and {used}: an engine's parameters stay "
-                "where it has put them. Choose the dtype by the precision config."
+                f"[engine] to: got {device or ''} {dtype or ''}, expected {ours} and {used}: an engine's parameters "
+                'stay where it has put them. Choose the dtype by the precision config, the device by "device".'
             )
         return self
 

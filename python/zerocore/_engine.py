@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _core, _data, _init, _memory, _optimizer, _profile, checkpointing, schedulers, zero
+from zerocore import _comm, _core, _data, _device, _init, _memory, _optimizer, _profile, checkpointing, schedulers, zero
 from zerocore._accumulation import Accumulation, Loop, Weights
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._calls import Calls
 from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
-from zerocore._other_state import broadcast, other_state_bytes, share_other_state
+from zerocore._other_state import broadcast, move_other_state, other_state_bytes, share_other_state
 from zerocore._outcome import GradNorm, Outcomes
 from zerocore._params import DTYPES, ModelParams
 from zerocore._random import named_generator
@@ -81,10 +80,17 @@ class Engine(WholeModel, Saving, Calls):
                 "block when the model is constructed."
             )
         unresolved = as_config(config)
-        world = comm if comm is not None else _comm.world(**dataclasses.asdict(unresolved.comm))
+        world = (
+            comm
+            if comm is not None
+            else _comm.world(timeout_ms=unresolved.comm.timeout_ms, backend=unresolved.comm.backend)
+        )
         self.config = unresolved.resolve(world.size)
         _core.set_num_threads(torch.get_num_threads())  # ranks share cores: the core takes as many as torch does
-        self.comm = _core.shard_group(world)
+        self._device = _device.choose(self.config.device)
+        self.comm = self._device.communicator(
+            _core.shard_group(world), fast_reduction=self.config.comm.reduction == "fast"
+        )
         self.module = model
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _optimizer.build(
@@ -112,12 +118,14 @@ class Engine(WholeModel, Saving, Calls):
                 self._optimizer,
                 self.config,
                 self.comm,
+                device=self._device,
                 units=units,
                 on_first_gradient=self._begin_micro_step,
                 on_read_gradient=self._end_micro_step_early,
             )
             precision = self.config.precision
             dtypes = [DTYPES[precision.dtype], DTYPES[precision.compute_dtype or precision.dtype]]
+            move_other_state(model, self._params.params, self.device)
             share_other_state(model, self._params.params, self.comm, dtypes)
         self._statistics.attach()
         self.global_steps = 0
@@ -165,7 +173,8 @@ class Engine(WholeModel, Saving, Calls):
             return self.module(*args, **kwargs)
         if self._joining is not None:
             self._joining.begin_micro_step()
-        with named_generator(self.config.seed, self.global_steps, self._accumulation.micro_batch(), self._forwards):
+        names = (self.config.seed, self.global_steps, self._accumulation.micro_batch(), self._forwards)
+        with named_generator(*names, device=self.device):
             self._forwards += 1
             return self._reports.run(self.module, args, kwargs, self.global_steps)
 
@@ -481,7 +490,7 @@ class Engine(WholeModel, Saving, Calls):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self._device.torch
 
     @property
     def skipped_steps(self) -> int:

@@ -33,6 +33,7 @@ from zerocore.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from zerocore._engine import Engine
+    from zerocore._params import ModelParams
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -143,18 +144,27 @@ class Item:
         shape = self.shape if whole else (end - begin,)
         self.sources.append(Source(self.name, part, dtype, shape, begin, end, *memory))
 
+    def on_host(self, params: ModelParams, memory: tuple[int, int]) -> tuple[int, int]:
+        """The same as host memory: a copy where the engine's device has memory of its own. Kept by the item."""
+        if not params.runs_behind or memory[1] == 0:
+            return memory
+        copy = torch.empty(memory[1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        params.device.core.to_host(memory[0], copy.data_ptr(), memory[1])
+        self.keep.append(copy)
+        return copy.data_ptr(), memory[1]
+
     def add_tensor(self, tensor: torch.Tensor, begin: int, end: int) -> None:
         """Adds elements [begin, end) of a tensor, as VALUE.
 
         Raises:
             UnsupportedError: it has no elements in memory here.
         """
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
             raise UnsupportedError(
-                f"[ckpt] {self.name}: got a tensor of {tensor.layout} on {tensor.device}, expected a dense one on the "
-                "CPU. Keep it out of the state dict (register_buffer(persistent=False)), or convert it."
+                f"[ckpt] {self.name}: got a tensor of {tensor.layout} on {tensor.device}, expected a dense one with "
+                "memory. Keep it out of the state dict (register_buffer(persistent=False)), or convert it."
             )
-        dense = tensor.detach().contiguous()
+        dense = tensor.detach().contiguous().cpu()
         self.keep.append(dense)
         item = dense.element_size()
         self.add(VALUE, self.dtype, begin, end, (dense.data_ptr() + begin * item, (end - begin) * item))
@@ -215,9 +225,9 @@ def _params(engine: Engine, names: Names, *, exclude_frozen: bool) -> Iterator[I
             item.step, item.group = steps[index], params.group_of(index)
             tensors, item.numbers = foreign.get(index, ([], {}))
             for part in [*params.state_parts(index), *tensors]:
-                item.add(part, "F32", begin, end, params.part_memory(index, part, begin, end))
+                item.add(part, "F32", begin, end, item.on_host(params, params.part_memory(index, part, begin, end)))
         else:
-            item.add(VALUE, item.dtype, begin, end, params.core.kept_memory(index, begin, end))
+            item.add(VALUE, item.dtype, begin, end, item.on_host(params, params.core.kept_memory(index, begin, end)))
         yield item
 
 

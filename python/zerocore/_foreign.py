@@ -5,12 +5,12 @@ That is right for elementwise optimizers, whose state is a number or a tensor li
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 
 from zerocore import _core
+from zerocore._device import Host
 from zerocore._exchange import gather_json
 from zerocore.errors import UnsupportedError
 
@@ -51,6 +51,7 @@ class ForeignOptimizer:
         source: torch.optim.Optimizer,
         core: _core.StepEngine,
         params: list[tuple[int, str, torch.nn.Parameter]],
+        device: Host,
     ) -> None:
         self._source = source
         self._core = core
@@ -63,9 +64,9 @@ class ForeignOptimizer:
             begin, end = core.owned_range(index, _core.StateKind.master)
             if begin < end:
                 self._begins[index] = begin
-                master = _wrap(*core.state_memory(index, _core.StateKind.master, begin, end))
+                master = _own(device, core.state_memory(index, _core.StateKind.master, begin, end))
                 self._shards[index] = torch.nn.Parameter(master)
-                self._grads[index] = _wrap(*core.state_memory(index, _core.StateKind.grad, begin, end))
+                self._grads[index] = _own(device, core.state_memory(index, _core.StateKind.grad, begin, end))
 
     def step(self) -> None:
         """One step of the parameters that were used, from the gradients in the core's accumulators. Local."""
@@ -153,9 +154,10 @@ class ForeignOptimizer:
                 self._source.state[self._shards[index]] = state
 
 
-def _wrap(address: int, num_bytes: int) -> torch.Tensor:
+def _own(device: Host, memory: tuple[int, int]) -> torch.Tensor:
     """A tensor over the core's memory, which lives as long as the core's engine."""
-    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.float32)
+    address, num_bytes = memory
+    return device.tensor_at(address, torch.float32, num_bytes)
 
 
 def _plain(value: Any, shard: torch.Tensor) -> Any:

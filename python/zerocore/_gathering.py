@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree
 
 from zerocore import _core, _released, _tensor
+from zerocore._device import Host
 from zerocore._hooks import ModuleHook
 from zerocore._units import Unit
 from zerocore.errors import Error
@@ -107,10 +108,14 @@ class UnitGatherer(_released.NotPickled):
     Args:
         core: whose gatherer decides.
         units: as the core got them, in its order.
+        device: of the gathered parameters.
+        follow: called before the core works for what runs next.
     """
 
-    def __init__(self, core: _core.StepEngine, units: list[Unit]) -> None:
+    def __init__(self, core: _core.StepEngine, units: list[Unit], device: Host, follow: Callable[[], None]) -> None:
         self._core = core
+        self._follow = follow
+        self._device = device
         self.comm = core.gather_comm
         self._specs = units
         self._units: list[_UnitState] = []
@@ -120,7 +125,7 @@ class UnitGatherer(_released.NotPickled):
         for index in range(len(units)):
             flats = {}
             for bucket, numel, dtype in core.unit_buckets(index):
-                flat = torch.empty(numel, dtype=_tensor.TORCH_DTYPES[dtype])
+                flat = torch.empty(numel, dtype=_tensor.TORCH_DTYPES[dtype], device=device.torch)
                 flat.untyped_storage().resize_(0)
                 self._unit_of_storage[flat.untyped_storage()._cdata] = index
                 flats[bucket] = flat
@@ -235,6 +240,7 @@ class UnitGatherer(_released.NotPickled):
     def _carry_out(self, plan: tuple[list[int], list[int]] | None) -> None:
         if plan is None:
             return
+        self._follow()
         released, gathered = plan
         for unit in released:
             self._empty(unit)
@@ -243,7 +249,7 @@ class UnitGatherer(_released.NotPickled):
 
     def _start(self, unit: int) -> None:
         for bucket, flat in self._units[unit].flats.items():
-            flat.untyped_storage().resize_(self._room_for(flat.numel() * flat.element_size()))
+            flat.untyped_storage().resize_(self._room_for(flat.nbytes))
             self._core.start_gather(bucket, flat.data_ptr())
 
     def _room_for(self, num_bytes: int) -> int:
@@ -253,7 +259,7 @@ class UnitGatherer(_released.NotPickled):
         settled behind it, and takes fresh memory: the heap would grow to a multiple of what is gathered. So each large
         block is a little smaller than the ones before it, and fits; every 512th starts over.
         """
-        if num_bytes < _LARGE:
+        if num_bytes < _LARGE or self._device.runs_behind:
             return num_bytes
         self._shrunk = (self._shrunk + 1) % _MAX_SHRUNK
         return num_bytes + _SHRINK_BYTES * (_MAX_SHRUNK - self._shrunk)
@@ -262,6 +268,7 @@ class UnitGatherer(_released.NotPickled):
         state = self._units[unit]
         if state.whole:
             return
+        self._follow()
         self._core.wait_unit(unit)
         for _, param in state.params:
             _released.mark_whole(param)

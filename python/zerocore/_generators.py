@@ -17,6 +17,8 @@ def generator_states() -> dict[str, torch.Tensor]:
     """The states of the random generators that users draw from, as bytes."""
     version, internal, gauss = random.getstate()
     states = {"torch": torch.get_rng_state(), "python": _bytes_of([version, list(internal), gauss])}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = _bytes_of([kind, keys.tolist(), *rest])
@@ -46,6 +48,10 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
 def _restore_generator(name: str, state: torch.Tensor) -> None:
     if name == "torch":
         torch.set_rng_state(state)
+        return
+    if name == "cuda":
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(state)
         return
     value = json.loads(bytes(state.tolist()))
     if name == "python":

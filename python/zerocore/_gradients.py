@@ -21,6 +21,7 @@ class Gradients:
     Args:
         trained: (the core's number, (name, parameter)) of each parameter that is trained.
         scaled: gradients are those of a scaled loss, so that they may come from engine.backward() only.
+        follow: called before the core takes gradients.
         on_first: called when a gradient arrives outside a micro-step; must begin one.
     """
 
@@ -30,6 +31,7 @@ class Gradients:
         trained: list[tuple[int, tuple[str, torch.nn.Parameter]]],
         *,
         scaled: bool,
+        follow: Callable[[], None],
         on_first: Callable[[], None],
     ) -> None:
         self._core = core
@@ -37,6 +39,7 @@ class Gradients:
         self._params = {index: param for index, (_, param) in trained}
         self._scaled = scaled
         self._on_first = on_first
+        self._follow = follow
         self._in_bucket: dict[int, list[int]] = {}
         for index in self._params:
             self._in_bucket.setdefault(core.location(index)[0], []).append(index)
@@ -56,7 +59,7 @@ class Gradients:
         own = self._params[index]
         dtype, numel, stride = own.dtype, own.numel(), own.stride()
         core_dtype = _tensor.DTYPES[dtype]
-        ready, held = self._core.ready, self._held
+        ready, held, follow = self._core.ready, self._held, self._follow
 
         def on_gradient(param: torch.Tensor) -> None:
             if self._scaled and not self._in_backward and _current_task() != self._scaled_task:
@@ -78,6 +81,7 @@ class Gradients:
                 if matched is not grad:
                     param.grad = grad = matched
             held[index] = (grad, grad._version)
+            follow()
             for bucket in ready(index, grad.data_ptr(), numel, core_dtype, self._in_backward):
                 for taken in self._in_bucket[bucket]:
                     self._params[taken].grad = None

@@ -35,6 +35,20 @@ def cast_other_state(model: torch.nn.Module, held: list[torch.nn.Parameter], dty
             _cast(model, ours, dtype)
 
 
+def move_other_state(model: torch.nn.Module, held: list[torch.nn.Parameter], device: torch.device) -> None:
+    """Moves what the core does not hold to the engine's device."""
+    ours = {id(p) for p in held}
+    with torch.no_grad():
+        for param in model.parameters():
+            if id(param) not in ours and param.device != device:
+                param.data = param.data.to(device)
+        moved: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays shared
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer.device != device:
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
 def other_state_bytes(model: torch.nn.Module, held: list[torch.nn.Parameter]) -> dict[str, int]:
     """Bytes of what the core does not hold: frozen_parameters, buffers."""
     ours = {id(p) for p in held}
@@ -72,7 +86,12 @@ def broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str,
 def _broadcast(tensors: list[torch.Tensor], comm: _core.Communicator, label: str, root: int) -> None:
     dense = [tensor.detach().contiguous() for tensor in tensors]
     message = dense[0] if len(dense) == 1 else torch.cat([each.view(-1) for each in dense])
-    comm.broadcast(_tensor.bytes_view(message), root, label).wait()
+    stream = _tensor.stream_of(message)
+    work = comm.broadcast(_tensor.bytes_view(message), root, label, stream)
+    if message.is_cpu:
+        work.wait()
+    else:
+        work.order(stream)
     parts = torch.split(message.view(-1), [each.numel() for each in dense])
     for tensor, values in zip(tensors, parts, strict=True):
         if values.data_ptr() == tensor.data_ptr():

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from zerocore import _core, _memory, _muon, _released, _tensor
+from zerocore import _core, _muon, _released, _tensor
 from zerocore._accumulation import Weights
+from zerocore._device import Host
 from zerocore._foreign import ForeignOptimizer
 from zerocore._gathering import UnitGatherer
 from zerocore._gradients import Gradients
@@ -20,7 +21,7 @@ from zerocore._optimizer import Optimizer, plain_settings
 from zerocore._other_state import broadcast
 from zerocore._units import Unit
 from zerocore.config import PrecisionConfig, ResolvedConfig, ZeroConfig
-from zerocore.errors import ConfigError, DeviceError, Error, UnsupportedError
+from zerocore.errors import ConfigError, Error, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
@@ -143,31 +144,33 @@ class ModelParams(ParamsForCore):
         config: ResolvedConfig,
         comm: _core.Communicator,
         *,
+        device: Host,
         units: list[Unit],
         on_first_gradient: Callable[[], None],
         on_read_gradient: Callable[[], float],
     ) -> None:
-        _check_device(model)
         super().__init__(model, optimizer, config, units)
         self._grouped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         self.comm = comm
-        self._core = _core.StepEngine(comm=comm, **self.core_arguments)
-        self.runs_behind = False
+        self.device = device
+        self.runs_behind = device.runs_behind
+        self._core = _core.StepEngine(comm=comm, device=device.core, **self.core_arguments)
+        self.follow()
         self._scaled = self.core_arguments["loss_scale"] is not None
-        self.gatherer = UnitGatherer(self._core, self._units)
+        self.gatherer = UnitGatherer(self._core, self._units, device, self.follow)
         # Those that the model uses where they are kept, and that users may therefore write to.
         self._in_place = [i for i, p in enumerate(self.params) if id(p) not in self._gathered]
         for index, param in enumerate(self.params):
             self._move(index, param, self._unit_of.get(id(param), -1))
         self.gatherer.finish()
         self._core.allocate_states()
-        free = _memory.free_bytes(ranks=comm.size)
+        free = device.free_bytes(ranks=comm.size)
         if free is not None:
             self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
         self._foreign: ForeignOptimizer | None = None
         if optimizer.foreign and optimizer.source is not None:
             numbered = [(i, self.names[i], p) for i, p in enumerate(self.params) if self._is_trained[i]]
-            self._foreign = ForeignOptimizer(optimizer.source, self._core, numbered)
+            self._foreign = ForeignOptimizer(optimizer.source, self._core, numbered, device)
         self._half_updated = False
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
@@ -181,6 +184,7 @@ class ModelParams(ParamsForCore):
             self._core,
             [entry for entry, is_trained in zip(enumerate(named), self._is_trained, strict=True) if is_trained],
             scaled=self._scaled,
+            follow=self.follow,
             on_first=on_first_gradient,
         )
         for param in self.params:
@@ -190,8 +194,9 @@ class ModelParams(ParamsForCore):
         with torch.no_grad(), whole(param):
             dense = _tensor.is_dense(param)
             values = param.detach() if dense else param.detach().contiguous()
-            values = values.to(torch.float32 if self._is_trained[index] else self._kept[index], copy=True)
-            self._core.load_param(index, _tensor.view(values))
+            kept = torch.float32 if self._is_trained[index] else self._kept[index]
+            values = values.to(self.device.torch, kept, copy=True)
+            self._core.load_param(index, self.device.view(values))
         param.grad = None
         if unit >= 0:
             self.gatherer.adopt(unit, *self._core.location(index), self.names[index], param)
@@ -199,14 +204,25 @@ class ModelParams(ParamsForCore):
         memory, offset_bytes = self._core.param_memory(index)
         _released.set_home(param, None)
         _released.mark_whole(param)
-        param.data = _tensor.like_in_memory(memory, offset_bytes, param, self._kept[index])
+        flat = self.device.tensor(memory, self._kept[index], param.numel(), offset_bytes) if param.numel() else None
+        if flat is None:
+            param.data = torch.empty(param.shape, dtype=self._kept[index], device=self.device.torch)
+        else:
+            param.data = _tensor.shaped(flat, param)
+
+    def follow(self) -> None:
+        """What the core does next comes after what the caller has put on its stream so far."""
+        if self.runs_behind:
+            self._core.set_stream(self.device.stream())
 
     def begin_micro_step(self, *, has_micro_batch: bool) -> None:
         self._check_homes()
+        self.follow()
         self.gradients.begin_micro_step(has_micro_batch=has_micro_batch)
 
     def end_micro_step(self, *, drop: bool = False) -> None:
         """Ends it. drop: gradients that the user has removed or changed meanwhile are no error."""
+        self.follow()
         self.gradients.end_micro_step(drop=drop)
         self.gatherer.end_micro_step()
 
@@ -245,6 +261,7 @@ class ModelParams(ParamsForCore):
     def step(self, *, divisor: float, weights: Weights, max_norm: float, stop: bool) -> bool:
         """Whether some rank asked to stop. divisor: without the loss scale; weights of micro-batches take its place."""
         self._check_groups()
+        self.follow()
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
@@ -286,8 +303,11 @@ class ModelParams(ParamsForCore):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale."""
-        scale = self.loss_scale()
-        return loss if scale is None else loss.float() * scale
+        if not self._scaled:
+            return loss
+        if self.runs_behind:  # its scale may not be known here yet
+            return loss.float() * self.device.tensor_at(self._core.loss_scale_address(), torch.float32, 4)[0]
+        return loss.float() * self._core.loss_scale
 
     def loss_scale(self) -> float | None:
         """As the next step will use it. Waits for the last step's outcome."""
@@ -371,8 +391,8 @@ class ModelParams(ParamsForCore):
     def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """A trained parameter's state of one kind, whole, in fp32. Collective."""
         self._take_write(self.index_of(param))
-        out = _tensor.shaped(torch.empty(param.numel()), param)
-        self._core.read_state(self.index_of(param), kind, _tensor.view(out))
+        out = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
+        self._core.read_state(self.index_of(param), kind, self.device.view(out))
         return out
 
     def write_state(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
@@ -385,17 +405,17 @@ class ModelParams(ParamsForCore):
         if kind == _core.StateKind.master:
             self.load(param, values)
             return
-        own = _tensor.shaped(torch.empty(param.numel()), param)
+        own = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
         with torch.no_grad():
             own.copy_(values)
-        self._core.write_state(self.index_of(param), kind, _tensor.view(own))
+        self._core.write_state(self.index_of(param), kind, self.device.view(own))
 
     def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
         self._take_write(self.index_of(param))
         begin, end = self._core.owned_range(self.index_of(param), kind)
-        out = torch.empty(end - begin)
-        self._core.read_owned_state(self.index_of(param), kind, _tensor.view(out))
+        out = torch.empty(end - begin, device=self.device.torch)
+        self._core.read_owned_state(self.index_of(param), kind, self.device.view(out))
         return out
 
     def write_local(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
@@ -406,8 +426,8 @@ class ModelParams(ParamsForCore):
                 f"[zero] {self.name_of(param)}: got {values.numel()} values, expected the {end - begin} of this rank's "
                 "part. Read the part first to see its length."
             )
-        own = values.detach().reshape(-1).to(torch.float32, copy=True)
-        self._core.write_owned_state(self.index_of(param), kind, _tensor.view(own))
+        own = values.detach().reshape(-1).to(self.device.torch, torch.float32, copy=True)
+        self._core.write_owned_state(self.index_of(param), kind, self.device.view(own))
         if kind == _core.StateKind.master:
             self._after_write(param)
 
@@ -485,10 +505,10 @@ class ModelParams(ParamsForCore):
             return
         param = self.params[index]
         dtype = torch.float32 if self._is_trained[index] else self._kept[index]
-        own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype), param)
+        own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype, device=self.device.torch), param)
         with torch.no_grad():
             own.copy_(values)
-        self._core.load_param(index, _tensor.view(own))
+        self._core.load_param(index, self.device.view(own))
         self._after_write(param, own)
 
     def _after_write(self, param: torch.nn.Parameter, values: torch.Tensor | None = None) -> None:
@@ -572,15 +592,6 @@ def _groups(optimizer: Optimizer) -> dict[int, int]:
             if param.requires_grad:
                 group_of[id(param)] = index
     return group_of
-
-
-def _check_device(model: torch.nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.device.type != "cpu":
-            raise DeviceError(
-                f"[engine] parameter {name} lies on {param.device}: got no code for it, expected cpu. Move the model "
-                f"to the CPU."
-            )
 
 
 def _check(

@@ -51,7 +51,7 @@ def plan(model: torch.nn.Module, config: Config, ranks: int) -> Plan:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer.build(None, resolved.optimizer, trained, model=model)
     params = ParamsForCore(model, optimizer, resolved, zero.units_of(model, resolved))
-    core = _core.StepEngine(comm=_core.plan_communicator(ranks), **params.core_arguments)
+    core = _core.StepEngine(comm=_core.plan_communicator(ranks), device=_core.plan_device(), **params.core_arguments)
     core.allocate_states()
     precision = resolved.precision
     cast_other_state(

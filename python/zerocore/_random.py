@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 _MASK = (1 << 64) - 1
+_CPU = torch.device("cpu")
 
 
 def _mix(value: int) -> int:
@@ -26,13 +27,21 @@ def named_seed(*names: int) -> int:
     return state
 
 
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Those that operations on a device draw from: the CPU's, and the device's own."""
+    own = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [torch.default_generator, *own]
+
+
 @contextlib.contextmanager
-def named_generator(*names: int) -> Iterator[None]:
-    """Seeds the CPU generator by `names` for the block; after it the user's goes on as if nothing had been drawn."""
-    generator = torch.default_generator
-    saved = generator.get_state()
-    generator.manual_seed(named_seed(*names))
+def named_generator(*names: int, device: torch.device = _CPU) -> Iterator[None]:
+    """Seeds the generators of a device by `names` for the block; after it the user's go on as if nothing was drawn."""
+    generators = default_generators(device)
+    saved = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(named_seed(*names))
     try:
         yield
     finally:
-        generator.set_state(saved)
+        for generator, state in zip(generators, saved, strict=True):
+            generator.set_state(state)

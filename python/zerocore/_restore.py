@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import logging
@@ -279,16 +278,27 @@ class Restore:
         if num_bytes == 0:
             return
         if entry.order == memory_order(param) and part.dtype == DTYPE_NAMES[dtype]:
-            self._direct.append(Wanted(entry, part, begin, end, address))
+            if not self._engine._params.runs_behind:
+                self._direct.append(Wanted(entry, part, begin, end, address))
+                return
+
+            def read_through() -> None:
+                room = torch.empty(num_bytes, dtype=torch.uint8)
+                self._checkpoint.read([Wanted(entry, part, begin, end, room.data_ptr())])
+                self._write(room, address)
+
+            self._later.append(read_through)
             return
 
         def read() -> None:
             order = memory_order(param) or list(range(param.dim()))
             flat = read_tensor(self._checkpoint, entry, part).permute(order).reshape(-1)
-            values = flat[begin:end].to(dtype)
-            ctypes.memmove(address, values.data_ptr(), num_bytes)
+            self._write(flat[begin:end].to(dtype), address)
 
         self._later.append(read)
+
+    def _write(self, values: torch.Tensor, address: int) -> None:
+        self._engine._params.device.core.from_host(values.data_ptr(), address, values.nbytes)
 
     def _into_tensor(self, entry: Entry, part: Part, target: torch.Tensor) -> Callable[[], None]:
         def read() -> None:

@@ -30,36 +30,38 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def view(tensor: torch.Tensor) -> _core.BufferView:
-    """The memory of a dense CPU tensor of fp32, fp16 or bf16. Keeps nothing alive: the caller does.
+    """The memory of a dense tensor of fp32, fp16 or bf16. Keeps nothing alive: the caller does.
 
     Raises:
-        DeviceError: the tensor is not on the CPU.
+        DeviceError: the tensor is neither on the CPU nor on a CUDA device.
         UnsupportedError: another dtype, a sparse layout, or elements with gaps.
     """
-    if tensor.device.type != "cpu":
-        raise DeviceError(
-            f"[tensor] a tensor lies on {tensor.device}: expected cpu, the only device of this build. Move the model "
-            f"to the CPU."
-        )
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or not is_dense(tensor):
         raise UnsupportedError(
             f"[tensor] got a {tensor.layout} tensor of {tensor.dtype} with strides {tuple(tensor.stride())}, "
             "expected dense fp32, fp16 or bf16. Convert it first."
         )
-    return _core.BufferView(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype])
+    return _core.BufferView(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], _cuda_index(tensor))
 
 
 def bytes_view(tensor: torch.Tensor) -> _core.BufferView:
-    """The memory of a dense CPU tensor of any dtype, as bytes."""
-    return _core.BufferView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _core.DType.uint8)
+    """The memory of a dense tensor of any dtype, as bytes."""
+    return _core.BufferView(tensor.data_ptr(), tensor.nbytes, _core.DType.uint8, _cuda_index(tensor))
 
 
-def like_in_memory(memory: _core.Memory, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `like`'s shape and order of dimensions, of `dtype`, over core memory, which it keeps alive."""
-    if like.numel() == 0:
-        return torch.empty(like.shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=like.numel(), offset=offset_bytes)
-    return shaped(flat, like)
+def stream_of(tensor: torch.Tensor) -> int:
+    """The handle of the stream that operations on a tensor run on; 0 on the CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _cuda_index(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "cpu":
+        return -1
+    if tensor.device.type != "cuda":
+        raise DeviceError(
+            f"[tensor] a tensor lies on {tensor.device}: expected cpu or cuda, for which there is code. Move the model."
+        )
+    return tensor.device.index
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""What device there is, as scripts for DeepSpeed ask: `get_accelerator().device_name()`. In this version: the CPU."""
+"""What device there is, as scripts for DeepSpeed ask: `get_accelerator().device_name()`."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from zerocore import _comm
+from zerocore import _comm, _core
 
 
 class Accelerator:
@@ -14,11 +16,13 @@ class Accelerator:
         """What `.to()` takes."""
         return "cpu"
 
-    current_device_name = device_name
+    def current_device_name(self) -> str:
+        """What `.to()` takes, for this rank's device."""
+        return self.device_name()
 
     def device(self, device_index: int | None = None) -> torch.device:
         """What `.to()` takes."""
-        return torch.device(self.device_name())
+        return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
         """This rank's number on its machine, as it would number devices."""
@@ -43,7 +47,9 @@ class Accelerator:
         """Of everything that torch computes on a CPU."""
         return True
 
-    is_fp16_supported = is_bf16_supported
+    def is_fp16_supported(self) -> bool:
+        """Of everything that torch computes on a CPU."""
+        return True
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Does nothing: operations are done when they return."""
@@ -52,15 +58,58 @@ class Accelerator:
         """Does nothing: torch keeps no cache of host memory."""
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds torch's generator."""
+        """Seeds torch's generators."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
 
-_accelerator = Accelerator()
+class CudaAccelerator(Accelerator):
+    """CUDA's devices, through torch."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """What `.to()` takes."""
+        return "cuda" if device_index is None else f"cuda:{device_index}"
+
+    def current_device_name(self) -> str:
+        """What `.to()` takes, for the process's device."""
+        return self.device_name(self.current_device())
+
+    def current_device(self) -> int:
+        """The process's device; an engine sets it."""
+        return torch.cuda.current_device()
+
+    def device_count(self) -> int:
+        """Those that the process sees."""
+        return torch.cuda.device_count()
+
+    def set_device(self, device_index: int) -> None:
+        """Makes it the process's."""
+        torch.cuda.set_device(device_index)
+
+    def is_available(self) -> bool:
+        """It is."""
+        return torch.cuda.is_available()
+
+    def communication_backend_name(self) -> str:
+        """Of torch.distributed."""
+        return "nccl"
+
+    def is_bf16_supported(self) -> bool:
+        """Of the process's device."""
+        return bool(torch.cuda.is_bf16_supported())
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Waits for everything on a device."""
+        torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Gives torch's unused memory back."""
+        torch.cuda.empty_cache()
 
 
+@functools.cache
 def get_accelerator() -> Accelerator:
-    """The one there is."""
-    return _accelerator
+    """What an engine with device = "auto" would train on."""
+    built, num_devices, _ = _core.cuda_status()
+    return CudaAccelerator() if built and num_devices > 0 and torch.cuda.is_available() else Accelerator()

@@ -66,6 +66,7 @@ class StepEngine {
   };
   ParamMemory param_memory(int param) const;
 
+  device::Device& device() const { return device_; }
   int num_buckets() const { return static_cast<int>(buckets_.size()); }
   const zero::ShardLayout& layout() const { return layout_; }
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import zerocore
 from zerocore._launcher import machine
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _facts() -> Iterator[tuple[str, str]]:
     here = Path.cwd()
     yield "zerocore", f"{zerocore.__version__}, in {Path(zerocore.__file__).parent}"
-    yield "built with", _compiler()
+    yield "built with", _from_core(lambda core: str(core.compiler))
     yield "MPI plugins", ", ".join(_plugins()) or "none: jobs have one rank"
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "torch", _version("torch")
@@ -53,7 +54,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "memory", machine.memory()
     yield "huge pages", machine.huge_pages()
     found = machine.gpus()
-    yield "devices", "CPU" + (f"; {found} NVIDIA GPUs, which this version does not use" if found else "")
+    yield "devices", "CPU" + (f", {found} NVIDIA GPUs" if found else "")
+    yield "CUDA", _from_core(lambda core: str(core.cuda_status()[2]))
     yield "working folder", ""
     yield "  file system", machine.file_system(here)
     yield "  O_DIRECT", machine.direct_io(here)
@@ -61,12 +63,12 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "libaio", machine.libaio()
 
 
-def _compiler() -> str:
+def _from_core(ask: Callable[[Any], str]) -> str:
     try:
         from zerocore import _core
     except ImportError as error:
         return f"the core cannot be loaded: {error}"
-    return _core.compiler
+    return ask(_core)
 
 
 def _plugins() -> list[str]:

@@ -52,6 +52,8 @@ class Config:
     """Largest L2 norm of the whole gradient; larger ones are scaled down to it. 0: off."""
     steps_per_print: PositiveInt | None = None
     """Steps between two log lines of the engine; None: none."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where model states lie and steps run; "auto": CUDA where it can be had, else the CPU."""
     seed: SeedInt = 1234
     """Seed of the data order and of dropout."""
     buffers: Literal["rank0", "ordered"] = "rank0"

@@ -303,6 +303,8 @@ class CommConfig:
     """Milliseconds that a collective waits for a rank before it raises CommError."""
     backend: Literal["auto", "shm", "mpi"] = "auto"
     """What connects ranks: "shm", memory shared on one node; "mpi"; "auto": shm where all ranks reach each other so."""
+    reduction: Literal["ordered", "fast"] = "ordered"
+    """How gradients are summed over ranks: "ordered", equal bits on any number of them; "fast": NCCL's own, on CUDA."""
 
 
 @schema("data")

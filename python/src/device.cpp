@@ -1,0 +1,59 @@
+#include "zc/device/device.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "zc/cuda/backend.h"
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using zc::device::Device;
+
+namespace {
+
+// Bytes at an address, in host memory or the device's, and which of them that is.
+zc::BufferView bytes_at(std::uintptr_t address, std::int64_t bytes, zc::DeviceId device) {
+  return {reinterpret_cast<void*>(address), bytes, zc::DType::kU8, device};
+}
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  py::class_<Device, std::unique_ptr<Device, py::nodelete>>(m, "Device", "Where model states lie and kernels run.")
+      .def_property_readonly("runs_behind", &Device::runs_behind)
+      .def(
+          "to_host",
+          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes) {
+            self.copy(bytes_at(from, bytes, self.id()), bytes_at(to, bytes, {}), {});
+            self.synchronize({});
+          },
+          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), "Copies this device's memory. Blocks.")
+      .def(
+          "from_host",
+          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes) {
+            self.copy(bytes_at(from, bytes, {}), bytes_at(to, bytes, self.id()), {});
+            self.synchronize({});
+          },
+          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), "Copies to this device's memory. Blocks.")
+      .def(
+          "synchronize",
+          [](Device& self, std::uintptr_t stream) { self.synchronize({reinterpret_cast<void*>(stream)}); }, NoGil(),
+          py::arg("stream") = 0);
+  m.def("cpu_device", &zc::device::cpu_device, py::return_value_policy::reference);
+  m.def("plan_device", &zc::device::plan_device, py::return_value_policy::reference);
+  m.def("cuda_device", &zc::cuda::device, py::return_value_policy::reference, py::arg("index"));
+  m.def(
+      "cuda_status",
+      [] {
+        const zc::cuda::Status status = zc::cuda::status();
+        return py::make_tuple(status.built, status.num_devices, status.text);
+      },
+      "(whether this build has the CUDA backend, how many devices it sees, that in words). Creates no context.");
+  m.def(
+      "device_communicator",
+      [](std::shared_ptr<zc::comm::Communicator> host, Device& device, bool fast_reduction, std::string nccl_path) {
+        return zc::cuda::make_communicator(std::move(host), device, {fast_reduction, std::move(nccl_path)});
+      },
+      NoGil(), py::arg("host"), py::arg("device"), py::kw_only(), py::arg("fast_reduction"), py::arg("nccl_path"),
+      "The same ranks, with collectives on the device's memory. Collective; blocks.");
+}
