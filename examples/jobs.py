@@ -33,6 +33,8 @@ def run_job(ranks: int, script: str, *arguments: str, timeout_s: float) -> list[
     if mpirun is None:
         raise JobError("no mpirun on PATH: pip install mpich mpi4py, or use the site's MPI")
     command = [mpirun, "-n", str(ranks), sys.executable, script, *arguments]
+    # Whoever ends this process ends the job: its ranks are in a session of their own.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     job = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -53,9 +55,15 @@ def run_job(ranks: int, script: str, *arguments: str, timeout_s: float) -> list[
             os.killpg(job.pid, signal.SIGKILL)
             output, _ = job.communicate()
         problem = f"did not end within {timeout_s:g} s"
-    except BaseException:  # Ctrl-C: the ranks are in a session of their own
+    except BaseException:
         job.terminate()
+        try:
+            job.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     lines = output.splitlines()
     if problem is not None:
         tail = "\n".join(lines[-TAIL_LINES:])

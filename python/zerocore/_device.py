@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from zerocore import _comm, _core, _memory, _tensor
-from zerocore.errors import ConfigError, DeviceError
+from zerocore.config import ResolvedConfig
+from zerocore.errors import ConfigError, DeviceError, UnsupportedError
 
 logger = logging.getLogger("zerocore")
 
@@ -109,7 +110,7 @@ class _Exported:
         }
 
 
-def choose(wanted: str) -> Host:
+def choose(config: ResolvedConfig) -> Host:
     """The device that the configuration asks for: "cpu", "cuda", or "auto", which is CUDA's where it can be had.
 
     A rank takes the device with its number among the ranks on its machine; the process's current CUDA device is set to
@@ -117,7 +118,9 @@ def choose(wanted: str) -> Host:
 
     Raises:
         DeviceError: "cuda", and there is none, or no code for it in this build.
+        UnsupportedError: the configuration asks for what there is on the CPU only.
     """
+    wanted = config.device
     built, num_devices, status = _core.cuda_status()
     usable = built and num_devices > 0 and torch.cuda.is_available()
     if wanted == "cuda" and not usable:
@@ -130,6 +133,15 @@ def choose(wanted: str) -> Host:
         if wanted == "auto" and not built and torch.cuda.is_available():
             _tell_not_built()
         return Host()
+    for key, value, off in (
+        ("zero.offload (offload_optimizer, offload_param)", config.zero.offload, "none"),
+        ("zero.share_parameters", config.zero.share_parameters, False),
+    ):
+        if value != off:
+            raise UnsupportedError(
+                f"[device] {key}: got {value!r} for an engine on CUDA, expected {off!r}: it is there on the "
+                'CPU only. Remove it, or set device = "cpu".'
+            )
     local_rank = _comm.local_rank()
     index = local_rank % num_devices
     if local_rank >= num_devices:

@@ -87,7 +87,7 @@ class Engine(WholeModel, Saving, Calls):
         )
         self.config = unresolved.resolve(world.size)
         _core.set_num_threads(torch.get_num_threads())  # ranks share cores: the core takes as many as torch does
-        self._device = _device.choose(self.config.device)
+        self._device = _device.choose(self.config)
         self.comm = self._device.communicator(
             _core.shard_group(world), fast_reduction=self.config.comm.reduction == "fast"
         )

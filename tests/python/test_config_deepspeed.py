@@ -397,9 +397,9 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
     [
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}},
-            "zero_optimization.offload_param.device: engines run on the CPU in this version, so all states lie in host "
-            "memory; DeepSpeed reads it in stage 3\n  zero_optimization.offload_param.pin_memory: no state is copied "
-            "to a device",
+            "zero_optimization.offload_param.device: on the CPU all states lie in host memory; refused where an engine "
+            "runs on CUDA; DeepSpeed reads it in stage 3\n  zero_optimization.offload_param.pin_memory: no state is "
+            "copied to a device",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "auto", "pin_memory": True}}},
@@ -408,8 +408,8 @@ def test_auto_with_a_sensible_default_counts_as_not_given():
         ),
         (
             {"zero_optimization": {"cpu_offload": True}},
-            "zero_optimization.cpu_offload: engines run on the CPU in this version, so all states lie in host memory; "
-            "DeepSpeed's new name is offload_optimizer",
+            "zero_optimization.cpu_offload: on the CPU all states lie in host memory; refused where an engine runs on "
+            "CUDA; DeepSpeed's new name is offload_optimizer",
         ),
         ({"prescale_gradients": "auto"}, "these keys count as not given: prescale_gradients"),
         (

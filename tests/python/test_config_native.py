@@ -98,6 +98,7 @@ def test_the_keys_are_these():
         "precision.on_nonfinite",
         "zero.stage",
         "zero.bucket_numel",
+        "zero.offload",
         "zero.share_parameters",
         "zero.unit_numel",
         "zero.unit_classes",

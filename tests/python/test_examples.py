@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gpt
@@ -228,6 +231,30 @@ def test_a_job_that_fails_shows_the_end_of_its_output(tmp_path):
     script = job_script(tmp_path, "print('the reason'); sys.exit(3)")
     with pytest.raises(jobs.JobError, match=r"ended with exit code \d+. The end of its output:\n(.*\n)*the reason"):
         jobs.run_job(1, script, timeout_s=60)
+
+
+def test_a_job_ends_with_the_process_that_started_it(tmp_path):
+    script = job_script(
+        tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid()))\ntime.sleep(600)"
+    )
+    start = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import jobs; jobs.run_job(1, {script!r}, timeout_s=99)"
+    starter = subprocess.Popen([sys.executable, "-c", start])
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the rank to start")
+        rank = Path("/proc") / (tmp_path / "pid").read_text()
+        assert rank.exists()
+        starter.terminate()
+        assert starter.wait(timeout=30) == 128 + signal.SIGTERM
+        wait_until(lambda: not rank.exists(), "the rank to end")
+    finally:
+        starter.kill()
+
+
+def wait_until(done, what):
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, f"waited 30 s for {what}"
+        time.sleep(0.05)
 
 
 def test_a_job_that_hangs_is_ended(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from typing import Any
 
+from zerocore.config._keys import Use
 from zerocore.config._native import Config
 from zerocore.config._reading import Reading
 from zerocore.config._sections import (
@@ -59,6 +60,13 @@ _REPORTS = {
     "flops_profiler": FlopsProfilerConfig,
 }
 _CONVERTED |= {f"{name}.enabled" for name in _REPORTS}
+_OFFLOADS = (
+    "cpu_offload",
+    "cpu_offload_param",
+    "cpu_offload_params",
+    "offload_optimizer.device",
+    "offload_param.device",
+)
 # Any of these in DeepSpeed's block means that the model is to be checkpointed.
 _CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
 
@@ -92,7 +100,7 @@ def _by_section(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The values that are copied, by native section and name."""
     sections: dict[str, dict[str, Any]] = {}
     for key in TABLE:
-        if key.path in values and key.path not in _CONVERTED:
+        if key.use is Use.HONOURED and key.path in values and key.path not in _CONVERTED:
             section, _, name = key.note.partition(" ")[0].rpartition(".")
             sections.setdefault(section, {})[name] = values[key.path]
     return sections
@@ -200,4 +208,6 @@ def _zero(values: dict[str, Any], given: dict[str, Any]) -> ZeroConfig:
         given = {**given, "unit_numel": threshold}
     suffixes = values.get("zero_optimization.leaf_module.name_suffixes", ())
     patterns = tuple(f"*{glob.escape(suffix)}" for suffix in suffixes)
+    if any(values.get(f"zero_optimization.{name}") in (True, "cpu") for name in _OFFLOADS):
+        given = {**given, "offload": "cpu"}
     return ZeroConfig(**{**given, "unit_names": (*given.get("unit_names", ()), *patterns)})

@@ -248,6 +248,8 @@ class ZeroConfig:
     """0: nothing; 1 and 2: gradients and optimizer state; 3: parameters as well."""
     bucket_numel: PositiveInt = 4_194_304
     """Elements a bucket: the unit in which gradients are reduced and parameters gathered."""
+    offload: Literal["none", "cpu"] = "none"
+    """"cpu": states rest in host memory. On the CPU they all do; for a CUDA device there is no such thing yet."""
     share_parameters: Bool = False
     """Stages 1 and 2 on one node: parameters exist once, for all ranks. What a rank writes to them, all ranks see."""
 
