@@ -122,7 +122,7 @@ void bind_checkpoint(py::class_<StepEngine>& engine) {
       .def("kept_memory", [memory](const StepEngine& self, int param, std::int64_t begin,
                                    std::int64_t end) { return memory(self.kept_memory(param, {begin, end})); })
       .def("param_steps",
-           [](const StepEngine& self) {
+           [](StepEngine& self) {
              const auto steps = self.param_steps();
              return std::vector<std::int64_t>(steps.begin(), steps.end());
            })

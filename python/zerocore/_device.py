@@ -79,7 +79,13 @@ class Cuda(Host):
         return torch.cuda.current_stream(self._index).cuda_stream
 
     def communicator(self, host: _core.Communicator, *, fast_reduction: bool) -> _core.Communicator:
-        return _core.device_communicator(host, self.core, fast_reduction=fast_reduction, nccl_path=_nccl_path())
+        comm = _core.device_communicator(host, self.core, fast_reduction=fast_reduction, nccl_path=_nccl_path())
+        if comm.backend == "staged" and comm.rank == 0:
+            logger.warning(
+                "[device] ranks share a CUDA device: collectives go through host memory, which is for tests. Start one "
+                "rank a device, or look at CUDA_VISIBLE_DEVICES."
+            )
+        return comm
 
     def tensor(self, memory: _core.Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         return self._wrap(memory, memory.address + offset_bytes, dtype, numel * dtype.itemsize)
@@ -142,16 +148,7 @@ def choose(config: ResolvedConfig) -> Host:
                 f"[device] {key}: got {value!r} for an engine on CUDA, expected {off!r}: it is there on the "
                 'CPU only. Remove it, or set device = "cpu".'
             )
-    local_rank = _comm.local_rank()
-    index = local_rank % num_devices
-    if local_rank >= num_devices:
-        logger.warning(
-            "[device] local rank %d shares device cuda:%d with another rank: there are %d. Collectives go through host "
-            "memory, which is for tests.",
-            local_rank,
-            index,
-            num_devices,
-        )
+    index = _comm.local_rank() % num_devices  # of those in CUDA_VISIBLE_DEVICES, which may be one and this rank's own
     torch.cuda.set_device(index)
     return Cuda(index)
 

@@ -155,8 +155,11 @@ class StepEngine {
   // What comes to it at most while steps run: gradient_buckets, gathered_parameters.
   std::map<std::string, std::int64_t> most_while_running() const;
 
-  // Updates made to each parameter.
-  std::span<const std::int64_t> param_steps() const { return optimizer_.steps(); }
+  // Updates made to each parameter. Waits as result() does.
+  std::span<const std::int64_t> param_steps() {
+    result();  // a step that was skipped does not count
+    return optimizer_.steps();
+  }
 
  private:
   struct Place {
