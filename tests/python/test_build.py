@@ -46,10 +46,11 @@ def test_plugin_takes_the_libmpi_that_is_loaded_already(path):
     assert set(entries) == {"NEEDED"}, "a search path would bring in a second libmpi"
 
 
-@pytest.mark.parametrize("folder", ["cpp", "python", "tests/cpp", "bench"])
+@pytest.mark.parametrize("folder", ["cpp", "cuda", "python", "tests/cpp", "bench"])
 def test_every_source_is_in_its_list(folder):
-    listed = set(re.findall(r"[\w/]+\.cpp", (ROOT / folder / "CMakeLists.txt").read_text()))
-    present = {str(path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.cpp")}
+    listed = set(re.findall(r"[\w/]+\.(?:cpp|cu)\b", (ROOT / folder / "CMakeLists.txt").read_text()))
+    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".cpp", ".cu"}]
+    present = {str(path.relative_to(ROOT / folder)) for path in sources}
     assert present - listed == ({"zc/comm/mpi_plugin.cpp"} if folder == "cpp" else set())
 
 

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "cpp" / "zc"
+CUDA = ROOT / "cuda" / "zc" / "cuda"  # may include all layers of the core; nothing includes it but bindings and tests
 LAYERS = ["base", "math", "device", "comm", "io", "optim", "zero", "ckpt", "engine"]
 
 PLUGIN = CORE / "comm" / "mpi_plugin.cpp"
@@ -55,6 +56,23 @@ def test_core_includes_earlier_layers_only(layer):
     assert not wrong
 
 
+def test_cuda_includes_the_core_and_itself():
+    files = sorted(CUDA.iterdir())
+    wrong = [
+        f"{path.name}: {name}"
+        for path in files
+        for name in includes(path)
+        if not re.fullmatch(rf'"zc/({"|".join([*LAYERS, "cuda"])})/\w+\.h"', name) and not is_standard(name)
+    ]
+    assert not wrong
+
+
+def test_cuda_calls_are_in_device_sources_only():
+    """Everything else compiles, and runs in tests, without CUDA."""
+    pattern = re.compile(r"\bcuda[A-Z]\w+\(|<<<|<cuda_runtime")
+    assert {path.suffix for path in CUDA.iterdir() if pattern.search(path.read_text())} == {".cu"}
+
+
 def test_mpi_plugin_holds_no_code_of_the_core():
     wrong = [name for name in includes(PLUGIN) if name not in PLUGIN_INCLUDES and not is_standard(name)]
     assert not wrong
@@ -99,7 +117,10 @@ def test_mpi4py_is_imported_in_one_place():
 
 
 def test_find_package_is_called_in_third_party_only():
-    folders = [ROOT / "CMakeLists.txt", *(ROOT / name for name in ("cpp", "python", "tests", "bench", "third_party"))]
+    folders = [
+        ROOT / "CMakeLists.txt",
+        *(ROOT / name for name in ("cpp", "cuda", "python", "tests", "bench", "third_party")),
+    ]
     files = [f for folder in folders for f in ([folder] if folder.is_file() else folder.rglob("CMakeLists.txt"))]
     assert [str(f.relative_to(ROOT)) for f in files if re.search(r"^\s*find_package\(", f.read_text(), re.M)] == [
         "third_party/CMakeLists.txt"

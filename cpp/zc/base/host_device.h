@@ -1,6 +1,6 @@
 // ZC_HOST_DEVICE marks functions that the CPU kernels and CUDA kernels share, ZC_DEVICE those that only kernels call.
-// ZC_UNROLL unrolls the loop that follows, on the device: then arrays that it indexes stay in registers. ZC_UNROLL_BY(n)
-// unrolls it n times: then n loads are under way at once.
+// ZC_UNROLL unrolls the loop that follows, on the device: then arrays that it indexes stay in registers.
+// ZC_UNROLL_BY(n) unrolls it n times: then n loads are under way at once.
 #pragma once
 
 #if defined(__CUDACC__)

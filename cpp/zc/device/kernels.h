@@ -134,7 +134,8 @@ class Kernels {
 
 inline std::int64_t orthogonalize_workspace(std::int64_t rows, std::int64_t columns) {
   const std::int64_t least = rows < columns ? rows : columns;
-  return 2 * (rows * columns + least * least);
+  constexpr std::int64_t kSum = 2 * (math::ExactSum::kNumLimbs + 2);  // for devices that sum squares in their memory
+  return 2 * (rows * columns + least * least) + kSum;
 }
 
 // The fold, into an accumulator that holds something or, `first`, one that counts as +0.
