@@ -60,6 +60,10 @@ Task Collectives::run(const Operation& operation) {
   const BufferView& in = operation.in;
   const BufferView& out = operation.out;
   const Op op = operation.header.op;
+  if (operation.meets_only) {
+    co_await guard_.meet(operation.header, {}, operation.timeout, false);
+    co_return;
+  }
   const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit || op == Op::kBarrier;
   const bool rides = may_ride && in.bytes() <= static_cast<std::int64_t>(kInlineBytes);
   const std::span payload(in.as<const std::byte>(), static_cast<std::size_t>(rides ? in.bytes() : 0));

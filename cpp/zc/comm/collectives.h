@@ -21,6 +21,7 @@ struct Operation {
   BufferView in{};
   BufferView out{};
   bool first = false;
+  bool meets_only = false;
   std::chrono::milliseconds timeout{0};
 };
 

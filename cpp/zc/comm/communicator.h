@@ -141,14 +141,13 @@ class Communicator {
   void time_calls();
   std::int64_t nanoseconds(Op op) const;  // 0 without time_calls(). From any thread
 
- protected:
-  Communicator(int rank, int size, Options options);
-
+  // One collective, as backends see it.
   struct Call {
     Op op = Op::kBarrier;
     ReduceOp reduce = ReduceOp::kSum;
     int root = 0;
     bool first = false;
+    bool meets_only = false;  // see meet()
     BufferView in{};
     BufferView out{};
     device::Stream after{};
@@ -159,6 +158,21 @@ class Communicator {
     // Of the payload handed in: a gather's is the whole, whatever the number of ranks.
     std::int64_t numel() const { return op == Op::kAllGather || op == Op::kGatherBytes ? out.numel : in.numel; }
   };
+
+  // For who moves data beside this communicator, among the same ranks: they meet for `call` under the guard, in the
+  // order of all calls here, and nothing is moved. What that fails with names every rank's call, as ever.
+  Work meet(Call call);
+
+  // For them, too: announces to all ranks of the job that a collective of this one has failed, as if it had been one of
+  // this communicator. The first failure counts. From any thread.
+  virtual void announce_failure(const std::string& reason) noexcept = 0;
+
+  // And: has failure() tell what peers have announced, and who has died, though no collective is under way that would
+  // look for it. Does not wait. From any thread.
+  virtual void look_for_failures() {}
+
+ protected:
+  Communicator(int rank, int size, Options options);
   virtual Work run(const Call& call) = 0;
 
   // in: this rank's (color, key). Runs the collective that `call` describes and returns this rank's new group.

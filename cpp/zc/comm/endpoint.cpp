@@ -14,6 +14,7 @@ namespace zc::comm {
 namespace {
 
 constexpr int kAnnouncementTag = 0;
+constexpr int kNoContext = -1;  // a queue beside those of communicators, all of which may be stuck
 constexpr std::chrono::microseconds kGoodbyePoll{200};
 constexpr std::chrono::microseconds kPlacesPoll{200};
 // A place is asked for, once something has failed, of a thread that may have to wait for others of its process; and
@@ -374,6 +375,25 @@ std::string Endpoint::give_up(const CallId& call, const std::string& reason,
     return text;
   } catch (...) {  // the transport is what failed: peers find out by their own timeouts
     return reason;
+  }
+}
+
+void Endpoint::look_for_failures() {
+  if (forked()) return;
+  post(kNoContext, [this]() -> Task {
+    poll();
+    co_return;
+  });
+}
+
+void Endpoint::announce_failure(const std::string& reason) noexcept {
+  try {
+    if (forked()) return;
+    post(kNoContext, [this, reason]() -> Task {
+      give_up({}, reason, {});
+      co_return;
+    });
+  } catch (...) {  // no memory left for it: peers find out by their own timeouts
   }
 }
 

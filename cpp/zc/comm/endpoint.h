@@ -70,6 +70,11 @@ class Endpoint final : public Driver {
   void tell_place(std::string_view place);
 
   void leave(Departure departure, std::string_view reason, std::chrono::milliseconds grace) noexcept;
+  // As if a collective of this rank had failed. The first failure counts.
+  void announce_failure(const std::string& reason) noexcept;
+
+  void look_for_failures();  // takes what peers have announced; soon
+
   std::string failure() const;  // this rank's own first failure, else a peer's
 
   // Message tags for the communicators made by split: the lowest number not in use, and to take one.

@@ -12,6 +12,7 @@ class PlanCommunicator final : public Communicator {
   Memory allocate_shared(std::int64_t bytes, std::string_view) override { return reserve_addresses(bytes); }
   void set_activity(std::string_view) override {}
   void leave(Departure, std::string_view, std::chrono::milliseconds) noexcept override {}
+  void announce_failure(const std::string&) noexcept override {}
   std::string failure() const override { return {}; }
 
  private:

@@ -26,9 +26,16 @@ class SelfCommunicator final : public Communicator {
 
   void leave(Departure, std::string_view reason, std::chrono::milliseconds) noexcept override {
     try {
-      std::lock_guard lock(presence_->mutex);
-      if (presence_->failure.empty()) presence_->failure = concat("[comm] this rank has left (", reason, ")");
+      announce_failure(concat("[comm] this rank has left (", reason, ")"));
     } catch (...) {  // out of memory for a message: nobody is there to read it
+    }
+  }
+
+  void announce_failure(const std::string& reason) noexcept override {
+    try {
+      std::lock_guard lock(presence_->mutex);
+      if (presence_->failure.empty()) presence_->failure = reason;
+    } catch (...) {
     }
   }
 
@@ -40,6 +47,7 @@ class SelfCommunicator final : public Communicator {
  private:
   Work run(const Call& call) override {
     check_present();
+    if (call.meets_only) return {};
     if (call.op == Op::kReduceScatterAdd) {
       const DefaultFloatEnvironment environment;
       const void* const source = call.in.data;

@@ -67,6 +67,8 @@ class TransportCommunicator final : public Communicator {
   const char* backend() const override { return endpoint_->transport().name(); }
   void set_activity(std::string_view activity) override { endpoint_->set_activity(activity); }
   std::string failure() const override { return endpoint_->failure(); }
+  void look_for_failures() override { endpoint_->look_for_failures(); }
+  void announce_failure(const std::string& reason) noexcept override { endpoint_->announce_failure(reason); }
   std::int64_t staging_bytes() const override { return collectives_->staging_bytes(); }
 
   std::string watch_processes() override {
@@ -93,7 +95,8 @@ class TransportCommunicator final : public Communicator {
  private:
   Work run(const Call& call) override {
     endpoint_->check_process();
-    Operation operation{.in = call.in, .out = call.out, .first = call.first, .timeout = timeout()};
+    Operation operation{
+        .in = call.in, .out = call.out, .first = call.first, .meets_only = call.meets_only, .timeout = timeout()};
     CallHeader& header = operation.header;
     header.fingerprint = call.fingerprint;
     header.sequence = call.sequence;

@@ -323,6 +323,62 @@ TEST_P(GuardTest, AForkedChildIsNoRank) {
   world[0]->barrier("parent").wait();
 }
 
+// --- For who moves data beside the communicator
+
+TEST_P(GuardTest, MeetingsAreComparedInTheOrderOfAllCallsAndMoveNothing) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
+    std::array<std::int64_t, 500> values{};  // more than travels with a header
+    values[0] = comm.rank();
+    const BufferView view{values.data(), std::ssize(values), DType::kI64, {}};
+    const Work first = comm.meet({.op = Op::kAllReduce, .in = view, .out = view, .label = "bucket 7"});
+    comm.barrier("between").wait();
+    EXPECT_TRUE(first.done());
+    EXPECT_EQ(values[0], comm.rank());
+    EXPECT_EQ(comm.counters()[static_cast<std::size_t>(Op::kAllReduce)].calls, 0);
+    const char* label = comm.rank() == 0 ? "bucket 8" : "bucket 9";
+    comm.meet({.op = Op::kAllReduce, .in = view, .out = view, .label = label}).wait();
+  });
+  for (const Fate& fate : all) {
+    EXPECT_SAYS(fate.error, "rank 0 is in bucket 8 [all_reduce (sum) of 500 int64, call 3]");
+    EXPECT_SAYS(fate.error, "rank 1 is in bucket 9 [all_reduce (sum) of 500 int64, call 3]");
+  }
+}
+
+TEST_P(GuardTest, AMeetingIsNotTheCollectiveItself) {
+  const auto all = fates(GetParam(), 2, kLong, [](Communicator& comm) {
+    std::int64_t value = 1;
+    const BufferView view{&value, 1, DType::kI64, {}};
+    if (comm.rank() == 0) {
+      comm.meet({.op = Op::kAllReduce, .in = view, .out = view, .label = "same"}).wait();
+    } else {
+      comm.all_reduce({&value, 1}, ReduceOp::kSum, "same").wait();
+    }
+  });
+  for (const Fate& fate : all) EXPECT_SAYS(fate.error, "ranks are in different collectives");
+}
+
+// Also while calls are under way, of this rank and of its peer's, in other communicators.
+TEST_P(GuardTest, AFailureFromOutsideEndsTheCallsOfAllRanks) {
+  const auto all = fates(GetParam(), 3, kLong, [](Communicator& comm) {
+    const auto group = comm.split(0, comm.rank());
+    if (comm.rank() == 0) {
+      const Work pending = comm.barrier("nobody comes");
+      comm.announce_failure("[cuda] a cable was cut");
+      EXPECT_THROW(pending.wait(), Error);
+      comm.announce_failure("[cuda] something else");
+      group->barrier("after").wait();
+    } else {
+      group->barrier("peers").wait();
+    }
+  });
+  for (const Fate& fate : all) {
+    EXPECT_EQ(fate.kind, ErrorKind::kComm);
+    EXPECT_SAYS(fate.error, "[cuda] a cable was cut");
+    EXPECT_SAYS(fate.failure, "[cuda] a cable was cut");
+    EXPECT_LT(fate.took, seconds(5));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, GuardTest, testing::Values("local", "shm"),
                          [](const auto& info) { return info.param; });
 
