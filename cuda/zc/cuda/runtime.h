@@ -18,11 +18,14 @@ class Runtime {
   // Devices that this process sees; 0 where there is no driver, or no device. Never throws, creates no context.
   virtual int num_devices() = 0;
   virtual std::string device_name(int device) = 0;
+  virtual std::string device_id(int device) = 0;  // its own among all devices of all hosts
   virtual int num_multiprocessors(int device) = 0;
 
   // Of the calling thread, for the calls below.
+  virtual int current_device() = 0;
   virtual void set_device(int device) = 0;
 
+  // Null: so much is not left.
   virtual void* allocate(std::int64_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
   virtual void* allocate_pinned(std::int64_t bytes) = 0;
