@@ -53,12 +53,4 @@ class CudaDevice final : public device::Device {
   std::unique_ptr<device::Kernels> kernels_;
 };
 
-// The process's devices, over make_runtime(). Nothing is done on a device before it is asked for; throws kDevice when
-// there is none of that number.
-CudaDevice& cuda_device(int index);
-int num_cuda_devices();
-
-// "not built", "CUDA backend built, no device", "2 x NVIDIA H200".
-std::string cuda_status();
-
 }  // namespace zc::cuda
