@@ -5,10 +5,10 @@ PRESET ?= dev
 ARGS ?=
 
 RUN := tools/with-env
-CPP_FILES = $(shell find cpp python/src tests/cpp bench -name '*.h' -o -name '*.cpp')
+CPP_FILES = $(shell find cpp cuda python/src tests/cpp bench -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PY_FILES := python tests examples bench tools
 
-.PHONY: help build train proof chaos test soak format lint clean
+.PHONY: help build train proof chaos test soak cuda check-ptxas format lint clean
 .PHONY: bench bench-page bench-cpp bench-adam bench-step bench-collectives bench-guard bench-checkpoint
 
 help:  ## show this list
@@ -37,6 +37,14 @@ soak: environment-test  ## the long tests: nothing grows, nothing saved is lost 
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@ZC_TEST_KILLED_GROUPS=1000 $(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -R KilledGroups
 	@$(RUN) python -m pytest -m soak $(ARGS)
+
+cuda: environment  ## build with the CUDA backend, in place; needs nvcc 12 or newer, no GPU
+	@$(RUN) tools/build cuda all
+
+check-ptxas: environment  ## compile the CUDA kernels and see that each keeps everything in registers
+	@$(RUN) cmake --preset ci-cuda >build/ci-cuda.log || { cat build/ci-cuda.log; exit 1; }
+	@$(RUN) cmake --build --preset ci-cuda --target zc_cuda
+	@$(RUN) tools/check_ptxas.py build/ci-cuda
 
 bench: environment  ## steps, collectives and kernels beside their peers, in a few minutes; page in build/bench/benchmarks.md
 	@tools/debian-packages libbenchmark-dev
