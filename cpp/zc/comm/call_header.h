@@ -30,6 +30,7 @@ struct CallHeader {
   std::uint64_t fingerprint = 0;
   std::uint64_t sequence = 0;
   std::int64_t numel = 0;
+  std::int64_t turn = 0;
   Place place{};  // of what this rank gives
   std::int32_t root = 0;
   Op op = Op::kBarrier;
@@ -39,7 +40,7 @@ struct CallHeader {
   char activity[60] = {};
   char label[68] = {};
 };
-static_assert(std::is_trivially_copyable_v<CallHeader> && sizeof(CallHeader) == 176);
+static_assert(std::is_trivially_copyable_v<CallHeader> && sizeof(CallHeader) == 184);
 
 // A header and, in the same message, the payload of collectives that need no more than this.
 inline constexpr std::size_t kInlineBytes = 1024;

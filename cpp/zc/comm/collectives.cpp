@@ -38,7 +38,7 @@ Task Collectives::execute(const Operation& operation, Work::State& state) {
   const Endpoint::CallId call{context_, operation.header.sequence};
   try {
     endpoint_.enter(call);
-    co_await run(operation);
+    co_await run(operation, state);
     endpoint_.finish(call);
     state.complete();
   } catch (const Error& error) {
@@ -56,12 +56,13 @@ void Collectives::give_up(const Operation& operation, const Error& error, Work::
   state.complete(Error(error.kind(), text));
 }
 
-Task Collectives::run(const Operation& operation) {
+Task Collectives::run(const Operation& operation, Work::State& state) {
   const BufferView& in = operation.in;
   const BufferView& out = operation.out;
   const Op op = operation.header.op;
   if (operation.meets_only) {
     co_await guard_.meet(operation.header, {}, operation.timeout, false);
+    state.turn = guard_.latest_turn();
     co_return;
   }
   const bool may_ride = op == Op::kAllReduce || op == Op::kGatherBytes || op == Op::kSplit || op == Op::kBarrier;

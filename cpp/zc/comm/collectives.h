@@ -38,7 +38,7 @@ class Collectives {
 
  private:
   void give_up(const Operation& operation, const Error& error, Work::State& state) noexcept;
-  Task run(const Operation& operation);
+  Task run(const Operation& operation, Work::State& state);
   Task reduce_scatter_add(const BufferView& bucket, const BufferView& shard, bool first);
   Task broadcast(const BufferView& view, int root);
   Task all_reduce(const BufferView& values, ReduceOp op, bool rides);  // rides: the payload came with the headers

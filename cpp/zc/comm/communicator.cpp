@@ -73,7 +73,7 @@ Memory Communicator::allocate_shared(std::int64_t bytes, std::string_view /*labe
 }
 
 Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first,
-                                      device::Stream after) {
+                                      device::Stream after, std::int64_t turn) {
   check_memory("reduce_scatter_add", "bucket", bucket);
   check_memory("reduce_scatter_add", "shard", shard);
   ZC_CHECK(is_floating(bucket.dtype), kInternal, "[comm] reduce_scatter_add: bucket dtype: got ",
@@ -83,8 +83,13 @@ Work Communicator::reduce_scatter_add(BufferView bucket, BufferView shard, std::
   ZC_CHECK(bucket.numel == shard.numel * size_, kInternal, "[comm] reduce_scatter_add: bucket length: got ",
            bucket.numel, " elements, expected ", shard.numel * size_, " (", size_, " ranks times a shard of ",
            shard.numel, ")");
-  return submit(
-      {.op = Op::kReduceScatterAdd, .first = first, .in = bucket, .out = shard, .after = after, .label = label});
+  return submit({.op = Op::kReduceScatterAdd,
+                 .first = first,
+                 .in = bucket,
+                 .out = shard,
+                 .after = after,
+                 .turn = turn,
+                 .label = label});
 }
 
 Work Communicator::all_gather(BufferView full, std::string_view label, device::Stream after) {

@@ -73,9 +73,9 @@ class Communicator {
 
   // The ordered fold. bucket: size() slices of shard.numel elements. Both: fp32, fp16 or bf16. For r in 0..size()-1, in
   // this order: shard += slice rank() of rank r's bucket, in fp32, rounded to the shard's dtype after each addition.
-  // The bucket is left as it was. first: the shard counts as +0, whatever it holds.
+  // The bucket is left as it was. first: the shard counts as +0, whatever it holds. turn: see Work::may_wait.
   Work reduce_scatter_add(BufferView bucket, BufferView shard, std::string_view label, bool first = false,
-                          device::Stream after = {});
+                          device::Stream after = {}, std::int64_t turn = 0);
 
   // full: size() slices; slice rank() holds this rank's contribution, the others are filled in place.
   Work all_gather(BufferView full, std::string_view label, device::Stream after = {});
@@ -151,6 +151,7 @@ class Communicator {
     BufferView in{};
     BufferView out{};
     device::Stream after{};
+    std::int64_t turn = 0;
     std::uint64_t sequence = 0;
     std::uint64_t fingerprint = 0;
     std::string_view label{};  // copied by the backend when it outlives the call

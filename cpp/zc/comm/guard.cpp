@@ -63,6 +63,12 @@ Task Guard::meet(const CallHeader& header, std::span<const std::byte> payload, s
   check_peers();  // a rank that comes late finds the headers of peers that have given this call up meanwhile
 }
 
+std::int64_t Guard::latest_turn() const {
+  std::int64_t latest = 0;
+  for (int i = 0; i < size(); ++i) latest = std::max(latest, heard(i).header.turn);
+  return latest;
+}
+
 void Guard::check_peers() {
   endpoint_.poll();
   int index = 0;

@@ -33,6 +33,8 @@ class Guard {
   // The payload that member `index` brought to the last meet().
   const std::byte* payload(int index) const { return heard(index).payload.data(); }
 
+  std::int64_t latest_turn() const;  // of all members that came to the last meet()
+
   // Whether member `index` has told where the memory that it gives lies.
   bool has_place(int index) const { return heard(index).header.place.segment != 0; }
 

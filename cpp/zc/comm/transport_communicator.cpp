@@ -101,6 +101,7 @@ class TransportCommunicator final : public Communicator {
     header.fingerprint = call.fingerprint;
     header.sequence = call.sequence;
     header.numel = call.numel();
+    header.turn = call.turn;
     header.root = call.root;
     header.op = call.op;
     header.reduce = call.reduce;

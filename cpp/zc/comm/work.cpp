@@ -84,6 +84,13 @@ bool Work::done() const {
   return state_->done;
 }
 
+bool Work::may_wait(std::int64_t turn, std::chrono::milliseconds limit) const {
+  if (!state_ || state_->done) return true;
+  const Work awaited(state_->event != nullptr ? state_->meeting : state_);
+  if (!awaited.done() && !awaited.wait_for(limit)) return false;
+  return state_->event == nullptr || !state_->meeting || state_->meeting->turn <= turn;
+}
+
 void Work::keep(std::shared_ptr<void> memory) const {
   if (!state_) return;
   std::lock_guard lock(state_->mutex);

@@ -35,6 +35,11 @@ class Work {
 
   bool done() const;
 
+  // Whether wait(stream) cannot close a circle of ranks that wait for each other, where their streams also wait for the
+  // collectives of another group: it is done; or all ranks have called it, and none has called more of those before it
+  // than this rank has until now, which is `turn` (what reduce_scatter_add is told). Waits for that, at most `limit`.
+  bool may_wait(std::int64_t turn, std::chrono::milliseconds limit) const;
+
   // Keeps `memory` alive until the collective is done, for a caller that cannot wait itself.
   void keep(std::shared_ptr<void> memory) const;
 
@@ -49,6 +54,8 @@ class Work {
   struct State {
     std::weak_ptr<Driver> driver{};          // which waiting threads help; empty: none that they could
     std::shared_ptr<device::Event> event{};  // the end on a device that runs behind; null: the host waits
+    std::shared_ptr<State> meeting{};        // with event: of the ranks, for this collective
+    std::int64_t turn = 0;                   // of a meeting, once it is done: the latest rank's
     std::mutex mutex{};
     std::condition_variable finished{};
     std::atomic<bool> done{false};
@@ -58,6 +65,8 @@ class Work {
     void complete(std::optional<Error> failure = std::nullopt);
   };
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  const std::shared_ptr<State>& state() const { return state_; }  // null: complete
 
  private:
   std::shared_ptr<State> state_;

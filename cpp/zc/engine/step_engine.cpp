@@ -116,7 +116,8 @@ void StepEngine::allocate_states() {
         [&](std::int64_t numel, bool shared) { return allocate(numel, DType::kF32, "matrix_update", shared); });
   }
   reducer_ = std::make_unique<zero::GradReducer>(comm_, device_, layout_, buckets_, options_.reduce_dtype,
-                                                 options_.num_grad_buffers, memory_, gathers_in_backward);
+                                                 options_.num_grad_buffers, memory_,
+                                                 gathers_in_backward ? gather_comm_ : nullptr);
   reducer_->set_stream(stream_);
 }
 

@@ -22,14 +22,14 @@ bool test_bit(const std::vector<std::int64_t>& words, std::size_t bit) {
 
 GradReducer::GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
                          std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
-                         bool peers_may_wait)
+                         std::shared_ptr<comm::Communicator> gathers)
     : comm_(std::move(comm)),
       device_(device),
       layout_(layout),
       buckets_(buckets),
       dtype_(dtype),
       owner_(std::move(owner)),
-      peers_may_wait_(peers_may_wait) {
+      gathers_(std::move(gathers)) {
   const auto num_params = static_cast<std::size_t>(layout_.num_params());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const BucketLayout& bucket = layout_.buckets()[b];
@@ -114,17 +114,20 @@ std::vector<int> GradReducer::end_micro_step() {
   return late;
 }
 
-// Whether a launch would not wait for peers, or may. On a device that runs behind only the stream would. Where it may
-// not, it still waits a moment, since peers that use the same parameters are near; this keeps a fast rank from piling
-// up gradients.
+// Whether a launch would not wait for peers, or may. Where it may not, this still waits a moment, since peers that use
+// the same parameters are near; that keeps a fast rank from piling up gradients.
 bool GradReducer::may_launch_next() {
   constexpr std::chrono::milliseconds kPatience{20};
-  if (!peers_may_wait_ || pool_.empty() || device_.runs_behind()) return true;
+  if (gathers_ == nullptr || pool_.empty()) return true;
   const comm::Work& work = pool_[next_buffer_].work;
   const trace::Scope scope("wait", pool_[next_buffer_].label);
-  const bool free = work.done() || (!was_patient_ && work.wait_for(kPatience));
+  const bool free = work.may_wait(num_gathers(), was_patient_ ? std::chrono::milliseconds(0) : kPatience);
   was_patient_ = !free;
   return free;
+}
+
+std::int64_t GradReducer::num_gathers() const {
+  return gathers_ != nullptr ? gathers_->counters()[static_cast<std::size_t>(comm::Op::kAllGather)].calls : 0;
 }
 
 // Puts the gradients of a bucket on their way. late_only: those that arrived after the bucket's first launch.
@@ -154,7 +157,7 @@ void GradReducer::launch(int bucket, bool late_only) {
       const trace::Scope scope("copy", buckets_[b].label);
       device_.kernels().pack(parts_, staging, stream_);
     }
-    buffer.work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first, stream_);
+    buffer.work = comm_->reduce_scatter_add(staging, buckets_[b].grad_shard, labels_[b], first, stream_, num_gathers());
     buffer.label = labels_[b];
     auto memory = std::make_shared<std::pair<Memory, std::shared_ptr<void>>>(buffer.memory, owner_);
     buffer.work.keep(trace::until_dropped("reduce", buckets_[b].label, std::move(memory)));

@@ -16,7 +16,9 @@
 // Note: who may wait. A launch waits for a free bucket buffer, that is for peers to launch an earlier bucket, which
 // they may do at the end of the micro-step only, when they use other parameters. That is harmless as long as peers do
 // not wait for this rank meanwhile. Where parameters are gathered during the backward they do; there a launch that
-// finds no buffer free is put off to a later arrival, or to the end of the micro-step.
+// finds no buffer free is put off to a later arrival, or to the end of the micro-step. On a device that runs behind it
+// is the streams that wait: a buffer will do from which all ranks have launched, none behind a gather that this rank
+// has not yet started (Work::may_wait).
 #pragma once
 
 #include <cstdint>
@@ -38,10 +40,10 @@ class GradReducer {
   // are rounded to on their way. num_buffers: bucket buffers in the pool; one is filled while the others are in flight.
   // Each takes the memory of the largest bucket at its first launch, and keeps it. With one rank there is no pool:
   // gradients are folded from where they lie. owner: keeps the accumulators' memory alive; every reduction in flight
-  // holds it. peers_may_wait: see above.
+  // holds it. gathers: where parameters are gathered during the backward, see above; null: nowhere.
   GradReducer(std::shared_ptr<comm::Communicator> comm, device::Device& device, const ShardLayout& layout,
               std::span<const Bucket> buckets, DType dtype, int num_buffers, std::shared_ptr<void> owner,
-              bool peers_may_wait);
+              std::shared_ptr<comm::Communicator> gathers);
 
   // What the caller's kernels run on: gradients are ready in its order, and may be freed in its order.
   void set_stream(device::Stream stream) { stream_ = stream; }
@@ -86,6 +88,7 @@ class GradReducer {
 
  private:
   bool may_launch_next();
+  std::int64_t num_gathers() const;  // started
   void launch(int bucket, bool late_only);
   void agree_on_record();
   std::vector<int> exchange_usage();
@@ -105,7 +108,7 @@ class GradReducer {
   };
   std::vector<Buffer> pool_;
   std::size_t next_buffer_ = 0;
-  bool peers_may_wait_;
+  std::shared_ptr<comm::Communicator> gathers_;
   bool was_patient_ = false;        // the next launch has waited as long as it may
   std::int64_t largest_bytes_ = 0;  // of a bucket
   device::Stream stream_;

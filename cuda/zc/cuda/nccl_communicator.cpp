@@ -202,6 +202,7 @@ class NcclCommunicator final : public OverHost {
     auto state = std::make_shared<Work::State>();
     state->event = device_.make_event();
     state->driver = in_flight_;
+    state->meeting = meeting.state();
     try {
       const device::Stream stream = size() > 1 ? *group_->stream : call.after;
       if (size() > 1) {

@@ -310,7 +310,7 @@ void Simulation::run_all() {
 }
 
 void Simulation::synchronize(void* handle) {
-  constexpr std::chrono::seconds kPatience{60};
+  constexpr std::chrono::seconds kPatience{20};
   const auto begin = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   SimulatedStream& stream = stream_of(handle);

@@ -39,8 +39,8 @@ struct Fixture {
       if (!layout.buckets()[b].trainable) continue;
       buckets[b].grad_shard = {memory.back().get(), shard, DType::kF32, {}};
     }
-    reducer =
-        std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, dtype, 2, nullptr, peers_may_wait);
+    reducer = std::make_unique<GradReducer>(comm, device::cpu_device(), layout, buckets, dtype, 2, nullptr,
+                                            peers_may_wait ? comm : nullptr);
   }
 
   static std::span<const ParamSpec> with_frozen(std::vector<ParamSpec>& params, int frozen) {
@@ -362,7 +362,7 @@ TEST(GradReducerTest, NothingTrainedIsNothingToReduce) {
     std::vector<ParamSpec> params(2, {.name = "p", .numel = kNumel, .trainable = false});
     const ShardLayout layout(params, comm->size(), kNumel);
     const std::vector<Bucket> buckets(layout.buckets().size());
-    GradReducer reducer(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr, false);
+    GradReducer reducer(comm, device::cpu_device(), layout, buckets, DType::kF32, 2, nullptr, nullptr);
     EXPECT_EQ(reducer.pool_bytes(), 0);
     for (int step = 0; step < 2; ++step) {
       reducer.begin_micro_step(true);
