@@ -65,7 +65,7 @@ def make_zerocore(kind: str, numel: int) -> Variant:
         param.copy_(param.bfloat16())
     grad = allocate(torch.bfloat16 if half else torch.float32).copy_(values(numel, 1, torch.float32))
     exp_avg, exp_avg_sq = allocate(torch.float32), allocate(torch.float32)
-    model = torch.empty(0, dtype=torch.bfloat16) if kind == "fp32" else allocate(torch.bfloat16)
+    model = None if kind == "fp32" else allocate(torch.bfloat16)
     hyper = _core.AdamHyper(
         lr=LR,
         beta1=BETAS[0],
@@ -76,20 +76,17 @@ def make_zerocore(kind: str, numel: int) -> Variant:
         bias_correction=True,
     )
     _core.set_num_threads(torch.get_num_threads())
-    steps = 0
+    update = _core.Update(_core.cpu_device(), [(0, numel, 0)], [hyper])
 
     def step() -> None:
-        nonlocal steps
-        steps += 1
         view = _tensor.view
-        _core.update_adam(
-            hyper,
-            step=steps,
+        update.begin_step(used=[True], factor=1.0, skip=False)
+        update.run(
             grad=view(grad),
             param=view(param),
-            exp_avg=view(exp_avg),
-            exp_avg_sq=view(exp_avg_sq),
-            model=view(model),
+            state1=view(exp_avg),
+            state2=view(exp_avg_sq),
+            model=None if model is None else view(model),
         )
 
     return step, model if half else param

@@ -8,3 +8,4 @@ void bind_ckpt(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
+void bind_kernels(pybind11::module_& m);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "memory.h"
 #include "zc/cuda/backend.h"
 
 namespace py = pybind11;
@@ -38,7 +39,11 @@ void bind_device(py::module_& m) {
       .def(
           "synchronize",
           [](Device& self, std::uintptr_t stream) { self.synchronize({reinterpret_cast<void*>(stream)}); }, NoGil(),
-          py::arg("stream") = 0);
+          py::arg("stream") = 0)
+      .def(
+          "allocate_pinned",
+          [](Device& self, std::int64_t bytes) { return PyMemory{self.allocate_pinned(bytes), bytes}; }, NoGil(),
+          py::arg("bytes"), "Host memory that it copies from and to at full speed.");
   m.def("cpu_device", &zc::device::cpu_device, py::return_value_policy::reference);
   m.def("plan_device", &zc::device::plan_device, py::return_value_policy::reference);
   m.def("cuda_device", &zc::cuda::device, py::return_value_policy::reference, py::arg("index"));

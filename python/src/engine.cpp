@@ -15,31 +15,6 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-// One AdamW update of all of plain buffers, for benchmarks and tests: the engine's go through StepEngine. model: may
-// have no elements.
-void update_adam(const zc::math::AdamHyper& hyper, std::int64_t step, zc::BufferView grad, zc::BufferView param,
-                 zc::BufferView exp_avg, zc::BufferView exp_avg_sq, zc::BufferView model) {
-  for (const zc::BufferView& view : {param, exp_avg, exp_avg_sq}) {
-    ZC_CHECK(view.dtype == zc::DType::kF32 && view.numel == grad.numel, kInternal, "[optim] update of ", grad.numel,
-             " elements: got ", view.numel, " of ", name(view.dtype), ", expected as many of fp32");
-  }
-  ZC_CHECK(model.numel == 0 || model.numel == grad.numel, kInternal, "[optim] a copy of ", model.numel, " elements of ",
-           grad.numel);
-  const zc::math::AdamScalars scalars = zc::math::adam_scalars(hyper, step);
-  const zc::math::StepScalars step_scalars;
-  const std::vector<zc::device::Piece> whole{{0, grad.numel, 0}};
-  constexpr std::uint8_t kUsed = 1;
-  zc::device::cpu_kernels().adam(whole, &scalars, &kUsed, &step_scalars,
-                                 {.grad = grad.data,
-                                  .grad_dtype = grad.dtype,
-                                  .param = param.as<float>(),
-                                  .state1 = exp_avg.as<float>(),
-                                  .state2 = exp_avg_sq.as<float>(),
-                                  .model = model.numel > 0 ? model.data : nullptr,
-                                  .model_dtype = model.dtype},
-                                 {});
-}
-
 void bind_optimizers(py::module_& m) {
   using zc::math::AdagradHyper;
   using zc::math::AdamHyper;
@@ -78,8 +53,6 @@ void bind_optimizers(py::module_& m) {
            py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"),
            py::arg("iterations"));
   py::class_<ForeignHyper>(m, "ForeignHyper").def(py::init<>());
-  m.def("update_adam", &update_adam, NoGil(), py::arg("hyper"), py::kw_only(), py::arg("step"), py::arg("grad"),
-        py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("model"));
 }
 
 // The loss scale that an engine keeps.

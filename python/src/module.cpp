@@ -16,4 +16,5 @@ PYBIND11_MODULE(_core, m) {
   bind_comm(m);
   bind_device(m);
   bind_engine(m);
+  bind_kernels(m);
 }

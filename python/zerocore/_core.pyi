@@ -151,17 +151,6 @@ class ForeignHyper:
 
 _Hyper: TypeAlias = AdamHyper | SgdHyper | LionHyper | AdagradHyper | MuonHyper | ForeignHyper
 
-def update_adam(
-    hyper: AdamHyper,
-    *,
-    step: SupportsIndex,
-    grad: BufferView,
-    param: BufferView,
-    exp_avg: BufferView,
-    exp_avg_sq: BufferView,
-    model: BufferView,
-) -> None: ...
-
 @final
 class Device:
     @property
@@ -169,6 +158,7 @@ class Device:
     def to_host(self, source: SupportsIndex, to: SupportsIndex, bytes: SupportsIndex) -> None: ...
     def from_host(self, source: SupportsIndex, to: SupportsIndex, bytes: SupportsIndex) -> None: ...
     def synchronize(self, stream: SupportsIndex = ...) -> None: ...
+    def allocate_pinned(self, bytes: SupportsIndex) -> Memory: ...
 
 def cpu_device() -> Device: ...
 def plan_device() -> Device: ...
@@ -177,6 +167,76 @@ def cuda_status() -> tuple[bool, int, str]: ...
 def device_communicator(
     host: Communicator, device: Device, *, fast_reduction: bool, nccl_path: str
 ) -> Communicator: ...
+
+_Part: TypeAlias = tuple[BufferView | None, int, int]
+_Piece: TypeAlias = tuple[int, int, int]
+
+def orthogonalize_workspace(rows: SupportsIndex, columns: SupportsIndex) -> int: ...
+
+@final
+class Kernels:
+    def __init__(self, device: Device, /) -> None: ...
+    def zero(self, out: BufferView, stream: SupportsIndex = ...) -> None: ...
+    def cast(self, source: BufferView, out: BufferView, stream: SupportsIndex = ...) -> None: ...
+    def pack(self, parts: Sequence[_Part], out: BufferView, stream: SupportsIndex = ...) -> None: ...
+    def fold_parts(
+        self, parts: Sequence[_Part], dtype: DType, acc: BufferView, *, first: bool, stream: SupportsIndex = ...
+    ) -> None: ...
+    def fold(
+        self, sources: Sequence[BufferView], acc: BufferView, *, first: bool, stream: SupportsIndex = ...
+    ) -> None: ...
+    def scale(self, inout: BufferView, factor: SupportsFloat, stream: SupportsIndex = ...) -> None: ...
+    def orthogonalize(
+        self,
+        matrix: BufferView,
+        rows: SupportsIndex,
+        columns: SupportsIndex,
+        iterations: SupportsIndex,
+        workspace: BufferView,
+        stream: SupportsIndex = ...,
+    ) -> None: ...
+
+@final
+class Norm:
+    def __init__(self, device: Device, pieces: Sequence[_Piece], num_slots: SupportsIndex) -> None: ...
+    def square_sum(self, source: BufferView, stream: SupportsIndex = ...) -> None: ...
+    def sums(self, stream: SupportsIndex = ...) -> tuple[list[int], list[int]]: ...
+    def finish(
+        self,
+        *,
+        divisor: SupportsFloat,
+        max_norm: SupportsFloat,
+        rule: LossScaleRule | None,
+        state: tuple[float, int, int, int],
+        stream: SupportsIndex = ...,
+    ) -> tuple[float, float, float, int, float, int, int, int, int]: ...
+
+@final
+class Update:
+    def __init__(
+        self,
+        device: Device,
+        pieces: Sequence[_Piece],
+        hypers: Sequence[_Hyper],
+        rows_by_columns: Sequence[SupportsFloat] = ...,
+    ) -> None: ...
+    def begin_step(
+        self, *, used: Sequence[bool], factor: SupportsFloat, skip: bool, stream: SupportsIndex = ...
+    ) -> None: ...
+    def run(
+        self,
+        *,
+        grad: BufferView | None = ...,
+        param: BufferView,
+        state1: BufferView | None = ...,
+        state2: BufferView | None = ...,
+        direction: BufferView | None = ...,
+        model: BufferView | None = ...,
+        stream: SupportsIndex = ...,
+    ) -> None: ...
+    def muon_momentum(
+        self, *, grad: BufferView, state1: BufferView, direction: BufferView, stream: SupportsIndex = ...
+    ) -> None: ...
 
 @final
 class LossScaleRule:
