@@ -157,8 +157,7 @@ def params_sha256(module: torch.nn.Module) -> str:
     Collective when parameters are sharded; one unit is gathered at a time.
 
     Args:
-        module: on the CPU; of every parameter in named_parameters() order (a tied one once) its name, dtype, shape and
-            bytes count.
+        module: of every parameter in named_parameters() order (a tied one once) its name, dtype, shape and bytes count.
 
     Returns:
         64 hexadecimal digits.
@@ -166,7 +165,7 @@ def params_sha256(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, param in module.named_parameters():
         with _params.whole(param):
-            values = param.detach().contiguous()
+            values = param.detach().cpu().contiguous()
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
             if values.numel():
                 num_bytes = values.numel() * values.element_size()
