@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/at_once.h"
+#include "cuda/simulation.h"
 #include "device/guarded.h"
 #include "zc/base/error.h"
 #include "zc/device/piece_table.h"
@@ -46,7 +46,8 @@ void for_types(const Body& body) {
 
 class CudaKernels : public ::testing::TestWithParam<int> {
  protected:
-  HostRuntime runtime_{GetParam()};  // multiprocessors: grids from a block or two to more than there is work
+  // Multiprocessors: grids from a block or two to more than there is work.
+  Simulation runtime_{{.num_multiprocessors = GetParam(), .mode = Simulation::Mode::kEager}};
   std::unique_ptr<device::Kernels> kernels_ = make_cuda_kernels(runtime_, 0);
 
   // Both implementations.
@@ -155,11 +156,11 @@ TEST_P(CudaKernels, FoldOfAnyNumberOfSources) {
             Guarded<Acc> start(numel, shift);
             fill(start, 99);
             Guarded<Acc> acc[] = {copy_of(start, shift), copy_of(start, shift)};
-            const int before = num_launches();
+            const int before = runtime_.num_launches();
             with_both([&](device::Kernels& kernels, int k) {
               device::fold(kernels, sources, kDType<Source>, acc[k].view(kDType<Acc>), first, {});
             });
-            EXPECT_EQ(num_launches() - before, static_cast<int>((num_in + 7) / 8));
+            EXPECT_EQ(runtime_.num_launches() - before, static_cast<int>((num_in + 7) / 8));
             expect_same(acc[1], acc[0], "fold");
             if (HasFatalFailure()) return;
           }
@@ -211,10 +212,10 @@ TEST_P(CudaKernels, PackOfAnyNumberOfParts) {
       for (std::size_t shift : {0u, 3u}) {
         const auto numel = static_cast<std::size_t>(parts.numel);
         Guarded<To> out[] = {Guarded<To>(numel, shift), Guarded<To>(numel, shift)};
-        const int before = num_launches();
+        const int before = runtime_.num_launches();
         with_both([&](device::Kernels& kernels, int k) { kernels.pack(parts.list, out[k].view(kDType<To>), {}); });
         if (count <= 30) {
-          EXPECT_EQ(num_launches() - before, count > 0 ? 1 : 0);
+          EXPECT_EQ(runtime_.num_launches() - before, count > 0 ? 1 : 0);
         }
         ASSERT_TRUE(out[1].intact());
         device::expect_same_bits(out[1].values(), out[0].values(), "pack");
@@ -337,19 +338,20 @@ void expect_same_update(device::Kernels& kernels, const OptimizerCase<Scalars>& 
 }
 
 template <class Scalars>
-void expect_same_updates(device::Kernels& kernels, const OptimizerCase<Scalars>& test, States states) {
+void expect_same_updates(Simulation& runtime, device::Kernels& kernels, const OptimizerCase<Scalars>& test,
+                         States states) {
   for_types([&]<class Grad>(Type<Grad>) {
     for (DType model : {DType::kF32, DType::kF16, DType::kBF16, DType::kU8}) {  // kU8: none
       for (std::uint32_t skip : {0u, 1u}) {
         math::StepScalars step;
         step.factor = 0.37f;
         step.skip = skip;
-        const int before = num_launches();
+        const int before = runtime.num_launches();
         for (std::size_t shift : {0u, 1u}) {
           expect_same_update<Grad>(kernels, test, states, step, model, model != DType::kU8, shift);
           if (::testing::Test::HasFatalFailure()) return;
         }
-        EXPECT_EQ(num_launches() - before, 2) << "launches of two updates";
+        EXPECT_EQ(runtime.num_launches() - before, 2) << "launches of two updates";
       }
     }
   });
@@ -361,7 +363,7 @@ TEST_P(CudaKernels, Adam) {
     test.scalars.push_back(
         math::adam_scalars({.weight_decay = 0.1, .decoupled_weight_decay = slot % 2 == 0}, slot + 1));
   }
-  expect_same_updates(*kernels_, test, States::kTwo);
+  expect_same_updates(runtime_, *kernels_, test, States::kTwo);
 }
 
 TEST_P(CudaKernels, SgdWithAndWithoutMomentum) {
@@ -370,14 +372,14 @@ TEST_P(CudaKernels, SgdWithAndWithoutMomentum) {
     test.scalars.push_back(math::sgd_scalars(
         {.momentum = slot % 2 * 0.9, .dampening = 0.1, .weight_decay = 0.1, .nesterov = slot == 3}, slot));
   }
-  expect_same_updates(*kernels_, test, States::kOne);
-  expect_same_updates(*kernels_, test, States::kNone);
+  expect_same_updates(runtime_, *kernels_, test, States::kOne);
+  expect_same_updates(runtime_, *kernels_, test, States::kNone);
 }
 
 TEST_P(CudaKernels, Lion) {
   OptimizerCase<math::LionScalars> test{"lion", &device::Kernels::lion, {}};
   for (int slot = 0; slot < kSlots; ++slot) test.scalars.push_back(math::lion_scalars({.weight_decay = slot * 0.1}));
-  expect_same_updates(*kernels_, test, States::kOne);
+  expect_same_updates(runtime_, *kernels_, test, States::kOne);
 }
 
 TEST_P(CudaKernels, Adagrad) {
@@ -385,7 +387,7 @@ TEST_P(CudaKernels, Adagrad) {
   for (int slot = 0; slot < kSlots; ++slot) {
     test.scalars.push_back(math::adagrad_scalars({.weight_decay = 0.1, .initial_accumulator = 0.5}, slot + 1));
   }
-  expect_same_updates(*kernels_, test, States::kOne);
+  expect_same_updates(runtime_, *kernels_, test, States::kOne);
 }
 
 TEST_P(CudaKernels, MuonsTwoPasses) {
@@ -393,10 +395,10 @@ TEST_P(CudaKernels, MuonsTwoPasses) {
   for (int slot = 0; slot < kSlots; ++slot) {
     test.scalars.push_back(math::muon_scalars({.weight_decay = 0.1, .nesterov = slot % 2 == 0}, slot + 0.5));
   }
-  expect_same_updates(*kernels_, test, States::kOne);
+  expect_same_updates(runtime_, *kernels_, test, States::kOne);
   test.name = "muon";
   test.kernel = &device::Kernels::muon;
-  expect_same_updates(*kernels_, test, States::kOne);
+  expect_same_updates(runtime_, *kernels_, test, States::kOne);
 }
 
 TEST_P(CudaKernels, SquareSumIsExact) {
@@ -493,7 +495,7 @@ TEST_P(CudaKernels, OrthogonalizeMakesNaNOfWhatIsNotFinite) {
 }
 
 TEST_P(CudaKernels, NothingToDoIsNoLaunch) {
-  const int before = num_launches();
+  const int before = runtime_.num_launches();
   const math::StepScalars step;
   kernels_->zero({}, {});
   kernels_->cast({}, {nullptr, 0, DType::kBF16, {}}, {});
@@ -501,7 +503,7 @@ TEST_P(CudaKernels, NothingToDoIsNoLaunch) {
   kernels_->adam(std::vector<Piece>{}, nullptr, nullptr, &step, {}, {});
   kernels_->square_sum({}, std::vector<Piece>{}, nullptr, nullptr, {});
   kernels_->orthogonalize(nullptr, 0, 5, 3, nullptr, {});
-  EXPECT_EQ(num_launches(), before);
+  EXPECT_EQ(runtime_.num_launches(), before);
 }
 
 TEST_P(CudaKernels, WhatNoKernelTakesIsAnError) {

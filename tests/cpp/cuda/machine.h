@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "cuda/fake_nccl.h"
-#include "cuda/simulated_kernels.h"
 #include "cuda/simulation.h"
 #include "support/ranks.h"
+#include "zc/cuda/cuda_kernels.h"
 #include "zc/cuda/in_flight.h"
 #include "zc/cuda/nccl_communicator.h"
 
@@ -23,7 +23,7 @@ class Machine {
   explicit Machine(const Simulation::Options& options)
       : simulation_(std::make_shared<Simulation>(options)), nccl_(*simulation_) {
     for (int index = 0; index < options.num_devices; ++index) {
-      devices_.push_back(std::make_unique<CudaDevice>(simulation_, index, make_simulated_kernels(*simulation_)));
+      devices_.push_back(std::make_unique<CudaDevice>(simulation_, index, make_cuda_kernels(*simulation_, index)));
     }
   }
 

@@ -371,7 +371,7 @@ void Simulation::wait(void* stream, void* event) {
 void enqueue(void* stream, std::function<void()> work) {
   Simulation* const simulation =
       stream != nullptr ? static_cast<SimulatedStream*>(stream)->simulation : thread_simulation;
-  simulation->enqueue(stream, std::move(work));
+  simulation->launch(stream, std::move(work));
 }
 
 std::shared_ptr<Runtime> make_runtime() {
@@ -379,6 +379,19 @@ std::shared_ptr<Runtime> make_runtime() {
 }
 
 // --- What tests ask for
+
+void Simulation::launch(void* stream, std::function<void()> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    ++num_launches_;
+  }
+  enqueue(stream, std::move(work));
+}
+
+int Simulation::num_launches() const {
+  const std::lock_guard lock(mutex_);
+  return num_launches_;
+}
 
 Simulation::Waits Simulation::waits() const {
   const std::lock_guard lock(mutex_);

@@ -43,6 +43,7 @@ class Simulation final : public Runtime {
   enum class Mode { kEager, kAdversarial };
   struct Options {
     int num_devices = 1;
+    int num_multiprocessors = 2;
     Mode mode = Mode::kAdversarial;
     unsigned seed = 1;
     bool guard_memory = false;
@@ -58,7 +59,7 @@ class Simulation final : public Runtime {
   std::string device_id(int device) override {
     return "simulated " + std::to_string(options_.same_device ? 0 : device);
   }
-  int num_multiprocessors(int) override { return 2; }
+  int num_multiprocessors(int) override { return options_.num_multiprocessors; }
   int current_device() override;
   void set_device(int device) override;
   void* allocate(std::int64_t bytes) override;
@@ -77,6 +78,7 @@ class Simulation final : public Runtime {
   void wait(void* stream, void* event) override;
 
   void enqueue(void* stream, std::function<void()> work, const char* name = "kernel");
+  void launch(void* stream, std::function<void()> work);
   // run: what they do together, given by the last member; without it they wait for ever.
   void enqueue(void* stream, std::shared_ptr<Rendezvous> rendezvous, int member, std::function<void()> run,
                const char* name);
@@ -91,6 +93,8 @@ class Simulation final : public Runtime {
     std::int64_t questions = 0;
   };
   Waits waits() const;
+
+  int num_launches() const;  // kernels, of the host build, put on a stream so far
 
   // With Options::record_calls: "record event 3 on stream 1", in the order of the calls.
   std::vector<std::string> calls() const;
@@ -135,6 +139,7 @@ class Simulation final : public Runtime {
   std::vector<std::string> problems_;
   std::map<const void*, std::string> numbers_;
   int opened_ = 0;
+  int num_launches_ = 0;
   bool stalled_ = false;
   bool failed_ = false;
 };
