@@ -10,9 +10,13 @@ import os
 from pathlib import Path
 
 import pytest
+import simulated_cuda
 from rank_launch import Launcher, OutcomeFile, run_ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and bits depend on the number of threads
+
+if simulated_cuda.is_on():
+    simulated_cuda.install()
 
 RANKS_DIR = os.environ.get("ZC_TEST_RANKS_DIR")  # set in workers: where each rank writes its outcomes
 
