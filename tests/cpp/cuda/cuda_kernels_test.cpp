@@ -501,7 +501,8 @@ TEST_P(CudaKernels, NothingToDoIsNoLaunch) {
   kernels_->cast({}, {nullptr, 0, DType::kBF16, {}}, {});
   kernels_->scale({}, 2, {});
   kernels_->adam(std::vector<Piece>{}, nullptr, nullptr, &step, {}, {});
-  kernels_->square_sum({}, std::vector<Piece>{}, nullptr, nullptr, {});
+  math::ExactSum sum;
+  kernels_->square_sum({}, std::vector<Piece>{}, &sum, nullptr, {});
   kernels_->orthogonalize(nullptr, 0, 5, 3, nullptr, {});
   EXPECT_EQ(runtime_.num_launches(), before);
 }
