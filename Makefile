@@ -5,6 +5,8 @@ PRESET ?= dev
 ARGS ?=
 
 RUN := tools/with-env
+# What runs on simulated GPUs as well.
+SIMULATED := tests/python/test_engine.py tests/python/test_same_bits.py -k "test_engine or (2ranks and not shared)"
 CPP_FILES = $(shell find cpp cuda python/src tests/cpp bench -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PY_FILES := python tests examples bench tools
 
@@ -31,6 +33,8 @@ test: environment-test  ## all C++ and Python tests
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
 	@$(RUN) python -m pytest $(ARGS)
+	@echo "engines on simulated GPUs"
+	@ZC_TEST_SIMULATED_CUDA=$$(echo build/$(PRESET)/simulated/_core*.so) $(RUN) python -m pytest $(SIMULATED) $(ARGS)
 
 soak: environment-test  ## the long tests: nothing grows, nothing saved is lost to a crash, killed ranks leave nothing
 	@tools/debian-packages libgtest-dev
@@ -39,12 +43,10 @@ soak: environment-test  ## the long tests: nothing grows, nothing saved is lost 
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
 cuda: environment  ## build with the CUDA backend, in place; needs nvcc 12 or newer, no GPU
-	@$(RUN) tools/build cuda all
+	@$(RUN) tools/build cuda python
 
-check-ptxas: environment  ## compile the CUDA kernels and see that each keeps everything in registers
-	@$(RUN) cmake --preset ci-cuda >build/ci-cuda.log || { cat build/ci-cuda.log; exit 1; }
-	@$(RUN) cmake --build --preset ci-cuda --target zc_cuda
-	@$(RUN) tools/check_ptxas.py build/ci-cuda
+check-ptxas: cuda  ## see that each CUDA kernel keeps everything in registers
+	@$(RUN) tools/check_ptxas.py build/cuda
 
 bench: environment  ## steps, collectives and kernels beside their peers, in a few minutes; page in build/bench/benchmarks.md
 	@tools/debian-packages libbenchmark-dev

@@ -24,18 +24,22 @@ void bind_device(py::module_& m) {
       .def_property_readonly("runs_behind", &Device::runs_behind)
       .def(
           "to_host",
-          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes) {
-            self.copy(bytes_at(from, bytes, self.id()), bytes_at(to, bytes, {}), {});
-            self.synchronize({});
+          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes, std::uintptr_t after) {
+            const zc::device::Stream stream{reinterpret_cast<void*>(after)};
+            self.copy(bytes_at(from, bytes, self.id()), bytes_at(to, bytes, {}), stream);
+            self.synchronize(stream);
           },
-          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), "Copies this device's memory. Blocks.")
+          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), py::arg("stream"),
+          "Copies this device's memory, as the stream leaves it. Blocks.")
       .def(
           "from_host",
-          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes) {
-            self.copy(bytes_at(from, bytes, {}), bytes_at(to, bytes, self.id()), {});
-            self.synchronize({});
+          [](Device& self, std::uintptr_t from, std::uintptr_t to, std::int64_t bytes, std::uintptr_t after) {
+            const zc::device::Stream stream{reinterpret_cast<void*>(after)};
+            self.copy(bytes_at(from, bytes, {}), bytes_at(to, bytes, self.id()), stream);
+            self.synchronize(stream);
           },
-          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), "Copies to this device's memory. Blocks.")
+          NoGil(), py::arg("source"), py::arg("to"), py::arg("bytes"), py::arg("stream"),
+          "Copies to this device's memory, in the order of the stream. Blocks.")
       .def(
           "synchronize",
           [](Device& self, std::uintptr_t stream) { self.synchronize({reinterpret_cast<void*>(stream)}); }, NoGil(),

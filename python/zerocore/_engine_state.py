@@ -149,7 +149,7 @@ class Item:
         if not params.runs_behind or memory[1] == 0:
             return memory
         copy = torch.empty(memory[1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        params.device.core.to_host(memory[0], copy.data_ptr(), memory[1])
+        params.device.core.to_host(memory[0], copy.data_ptr(), memory[1], params.device.stream())
         self.keep.append(copy)
         return copy.data_ptr(), memory[1]
 

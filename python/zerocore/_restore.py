@@ -298,7 +298,8 @@ class Restore:
         self._later.append(read)
 
     def _write(self, values: torch.Tensor, address: int) -> None:
-        self._engine._params.device.core.from_host(values.data_ptr(), address, values.nbytes)
+        device = self._engine._params.device
+        device.core.from_host(values.data_ptr(), address, values.nbytes, device.stream())
 
     def _into_tensor(self, entry: Entry, part: Part, target: torch.Tensor) -> Callable[[], None]:
         def read() -> None:

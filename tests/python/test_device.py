@@ -41,8 +41,7 @@ def test_auto_is_the_cpu_here(model):
 
 
 def test_a_gpu_that_the_build_cannot_use_is_told_of_once(model, monkeypatch, caplog):
-    if _core.cuda_status()[0]:
-        pytest.fail("this test is for a build without CUDA")
+    monkeypatch.setattr(_core, "cuda_status", lambda: (False, 0, "no CUDA backend"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _device._tell_not_built.cache_clear()
     for _ in range(2):
