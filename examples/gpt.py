@@ -7,10 +7,10 @@ from torch import nn
 VOCABULARY = 256  # a token is a byte
 
 
-def rotation(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(length: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of rotary position embeddings (Su et al. 2021), fp32, (length, width / 2)."""
-    frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
-    angles = torch.arange(length)[:, None] * frequencies
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(length, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         Returns: an fp32 scalar, or fp32 logits (batch, length, vocabulary).
         """
         x = self.tokens(tokens)
-        cos, sin = (table.to(x.dtype) for table in rotation(tokens.shape[1], self.width))
+        cos, sin = (table.to(x.dtype) for table in rotation(tokens.shape[1], self.width, tokens.device))
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.output(self.norm(x)).float()
