@@ -85,6 +85,7 @@ class Run:
         self.kernels = _core.Kernels(device.core)
         self.buffers = buffers
         self.stream = device.stream()
+        self.kept: list[Any] = []  # what kernels may still read
 
     def view(self, name: str) -> _core.BufferView:
         """A buffer as the core sees it."""
@@ -96,8 +97,8 @@ class Run:
 
     def empty(self, numel: int) -> _core.BufferView:
         """Room for fp32 elements."""
-        self.buffers["(room)"] = torch.empty(numel, device=next(iter(self.buffers.values())).device)
-        return self.view("(room)")
+        self.kept.append(torch.empty(numel, device=next(iter(self.buffers.values())).device))
+        return _tensor.view(self.kept[-1])
 
 
 @dataclasses.dataclass
@@ -388,6 +389,7 @@ def _update(
 
     def call(run: Run) -> None:
         update = _core.Update(run.core, pieces, [core_hyper(h) for h in hypers])
+        run.kept.append(update)
         for _ in range(2):
             update.begin_step(used=used, factor=FACTOR, skip=skip, stream=run.stream)
             update.run(**run.views("grad", "param", "state1", "state2", "model"), stream=run.stream)
@@ -418,6 +420,7 @@ def _muons() -> Iterator[Case]:
         def call(run: Run, used: list[bool] = used, skip: bool = skip, hypers: list[Any] = hypers) -> None:
             ratios = [rows / columns for rows, columns in shapes]
             update = _core.Update(run.core, pieces, [core_hyper(h) for h in hypers], ratios)
+            run.kept.append(update)
             update.begin_step(used=used, factor=FACTOR, skip=skip, stream=run.stream)
             update.muon_momentum(**run.views("grad", "state1", "direction"), stream=run.stream)
             for (rows, columns), (offset, count, slot) in zip(shapes, pieces, strict=True):
@@ -425,7 +428,6 @@ def _muons() -> Iterator[Case]:
                     matrix = _tensor.view(run.buffers["direction"][offset : offset + count])
                     room = run.empty(_core.orthogonalize_workspace(rows, columns))
                     run.kernels.orthogonalize(matrix, rows, columns, 5, room, run.stream)
-            run.core.synchronize(run.stream)  # before the room goes
             update.run(**run.views("param", "direction", "model"), stream=run.stream)
 
         name = f"{grad} gradients, {model or 'no'} copy" + ", skipped" * skip
@@ -440,7 +442,6 @@ def _orthogonalizations(large: bool) -> Iterator[Case]:
         def call(run: Run, rows: int = rows, columns: int = columns) -> None:
             room = run.empty(_core.orthogonalize_workspace(rows, columns))
             run.kernels.orthogonalize(run.view("matrix"), rows, columns, 5, room, run.stream)
-            run.core.synchronize(run.stream)
 
         buffers = {"matrix": (numbers(rows * columns, torch.float32, rows), shift)}
         yield Case("orthogonalize", f"{rows} x {columns}, off by {shift}", buffers, call, {"shape": (rows, columns)})
