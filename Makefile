@@ -40,6 +40,7 @@ soak: environment-test  ## the long tests: nothing grows, nothing saved is lost 
 	@tools/debian-packages libgtest-dev
 	@$(RUN) tools/build $(PRESET) all -DZC_BUILD_TESTS=ON
 	@ZC_TEST_KILLED_GROUPS=1000 $(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -R KilledGroups
+	@ZC_TEST_FOUR_RANKS=1 $(RUN) python -m pytest tests/python/test_same_bits.py -k 4ranks
 	@$(RUN) python -m pytest -m soak $(ARGS)
 
 cuda: environment  ## build with the CUDA backend, in place; needs nvcc 12 or newer, no GPU

@@ -27,10 +27,10 @@ def measure(report: Report, args: argparse.Namespace) -> None:
         host.copy_(sent)
         there.zero_()
         target.core.synchronize(target.stream())
-        ends = host.data_ptr(), there.data_ptr(), num_bytes
+        ends = host.data_ptr(), there.data_ptr(), num_bytes, target.stream()
         to_device = milliseconds(functools.partial(target.core.from_host, *ends), target)
         host.zero_()
-        to_host = milliseconds(functools.partial(target.core.to_host, ends[1], ends[0], num_bytes), target)
+        to_host = milliseconds(functools.partial(target.core.to_host, ends[1], ends[0], *ends[2:]), target)
         report.check(torch.equal(host, sent), f"{name}: what came back is not what was sent")
         _row(report, name, num_bytes, to_device, to_host)
     to_device = milliseconds(lambda: there.copy_(torch_pinned, non_blocking=True), target)
