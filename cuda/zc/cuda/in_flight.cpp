@@ -271,10 +271,9 @@ void InFlight::check_quiet(Group& group, const Entry& entry, Clock::time_point n
     looked_for_failures_ = now;
     host_->look_for_failures();
   }
-  if (const std::string failure = host_->failure(); failure.empty()) {
-    peer_failed_ = now;
-  } else if (now - peer_failed_ > kPeerFailedPatience) {
-    throw Failure{failure, false};
+  if (const std::string failure = host_->failure(); !failure.empty()) {
+    if (!peer_failed_) peer_failed_ = now;
+    if (now - *peer_failed_ > kPeerFailedPatience) throw Failure{failure, false};
   }
   if (!entry.met || now - entry.since <= entry.timeout) return;
   const double seconds = static_cast<double>(entry.timeout.count()) / 1000;

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -77,7 +78,7 @@ class InFlight final : public comm::Driver, public std::enable_shared_from_this<
 
   std::mutex looking_;  // held by who looks; guards what follows, and what is in entries
   Clock::time_point looked_for_failures_{};
-  Clock::time_point peer_failed_{};  // not before this
+  std::optional<Clock::time_point> peer_failed_{};  // when that was seen first
 
   mutable std::mutex mutex_;        // guards what follows
   std::map<Group*, Queue> queues_;  // of groups that have something in flight

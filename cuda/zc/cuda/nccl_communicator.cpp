@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <vector>
@@ -21,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kPoll{20};
 constexpr std::chrono::milliseconds kLookForFailures{100};
+constexpr std::chrono::milliseconds kPeerFailedPatience{1000};
 constexpr std::chrono::seconds kFinalizePatience{10};
 
 int nccl_type(DType dtype) {
@@ -250,13 +252,20 @@ class NcclCommunicator final : public OverHost {
     host_->barrier("all ranks are connected by NCCL").wait();
   }
 
-  // Why to stop waiting for NCCL.
+  // Why to stop waiting for NCCL. A peer that has failed may have done its part before; and if not, the guard says best
+  // what all ranks were doing.
   std::string reason() {
-    if (const auto now = Clock::now(); now - looked_for_failures_ > kLookForFailures) {
+    const auto now = Clock::now();
+    if (now - looked_for_failures_ > kLookForFailures) {
       looked_for_failures_ = now;
       host_->look_for_failures();
     }
-    return failure();
+    std::string reason = in_flight_->failure();
+    if (!reason.empty()) return reason;
+    reason = host_->failure();
+    if (reason.empty()) return {};
+    if (!peer_failed_) peer_failed_ = now;
+    return now - *peer_failed_ > kPeerFailedPatience ? reason : "";
   }
 
   void move(const Call& call, device::Stream stream) {
@@ -348,6 +357,7 @@ class NcclCommunicator final : public OverHost {
   std::shared_ptr<NcclGroup> group_;
   std::vector<const void*> sources_;  // reused
   Clock::time_point looked_for_failures_{};
+  std::optional<Clock::time_point> peer_failed_{};  // when that was seen first
 };
 
 }  // namespace

@@ -240,13 +240,14 @@ void Simulation::give_up(Rendezvous& rendezvous, int member) {
 }
 
 bool Simulation::runnable(const SimulatedStream& stream) const {
-  if (stream.queue.empty() || stalled_) return false;
+  if (stream.queue.empty()) return false;
   const SimulatedItem& head = stream.queue.front();
   if (head.waits_for) return head.waits_for->done;
   if (!head.rendezvous) return true;
   const Rendezvous& rendezvous = *head.rendezvous;
   if (rendezvous.gone[static_cast<std::size_t>(head.member)]) return true;
-  return rendezvous.run != nullptr && std::ranges::none_of(rendezvous.gone, [](auto gone) { return gone != 0; }) &&
+  return !hangs_ && rendezvous.run != nullptr &&
+         std::ranges::none_of(rendezvous.gone, [](auto gone) { return gone != 0; }) &&
          std::ranges::all_of(rendezvous.streams, [&](const SimulatedStream* member) {
            return member != nullptr && !member->queue.empty() && member->queue.front().rendezvous == head.rendezvous;
          });
@@ -409,10 +410,9 @@ std::vector<std::string> Simulation::problems() const {
   return problems_;
 }
 
-void Simulation::stall(bool stalled) {
+void Simulation::hang() {
   const std::lock_guard lock(mutex_);
-  stalled_ = stalled;
-  if (!stalled && options_.mode == Mode::kEager) run_all();
+  hangs_ = true;
 }
 
 void Simulation::fail(bool failed) {

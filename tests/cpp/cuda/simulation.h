@@ -101,7 +101,7 @@ class Simulation final : public Runtime {
 
   std::vector<std::string> problems() const;
   std::int64_t live_bytes(int device) const;  // allocated there now
-  void stall(bool stalled);                   // nothing runs while it is stalled
+  void hang();                                // what several streams do together never runs from now on
   void fail(bool failed);                     // questions for events end in kDevice from now on
 
  private:
@@ -140,7 +140,7 @@ class Simulation final : public Runtime {
   std::map<const void*, std::string> numbers_;
   int opened_ = 0;
   int num_launches_ = 0;
-  bool stalled_ = false;
+  bool hangs_ = false;
   bool failed_ = false;
 };
 
