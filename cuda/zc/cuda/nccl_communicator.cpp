@@ -199,8 +199,7 @@ class NcclCommunicator final : public OverHost {
  private:
   Work run_on_device(const Call& call) override {
     in_flight_->check();
-    Work meeting = host_->meet(call);
-    meeting.wait_for(std::chrono::milliseconds(0));  // throws when it has failed at once
+    Work meeting = meet_for(call);
     auto state = std::make_shared<Work::State>();
     state->event = device_.make_event();
     state->driver = in_flight_;
@@ -219,6 +218,17 @@ class NcclCommunicator final : public OverHost {
     }
     in_flight_->add(group_, {state, std::move(meeting), group_->staging, label_of(call), timeout()});
     return Work(std::move(state));
+  }
+
+  Work meet_for(const Call& call) {
+    Work meeting = host_->meet(call);
+    try {
+      meeting.wait_for(std::chrono::milliseconds(0));  // throws when it has failed at once
+      return meeting;
+    } catch (const Error& error) {
+      in_flight_->fail(error.what(), false);
+      throw;
+    }
   }
 
   std::shared_ptr<comm::Communicator> run_split(const Call&, int color, int key) override {
