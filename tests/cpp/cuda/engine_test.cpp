@@ -321,6 +321,25 @@ TEST(DeviceEngineTest, SameBitsAsTheCpuInAnyOrderOfStreams) {
   }
 }
 
+// Where it did, the process would end here: the memory can be read and written only while streams run.
+TEST(DeviceEngineTest, TheHostDoesNotTouchTheMemoryOfDevices) {
+  for (int stage : {0, 1, 2, 3}) {
+    for (const char* backend : {"nccl", "staged"}) {
+      Case c;
+      c.matrices = true;
+      c.loss_scale = true;
+      c.nonfinite_step = 1;
+      c.setting.dtype = DType::kBF16;
+      c.setting.steps = 3;
+      const Outcome expected = train_on_cpu(c);
+      c.setting.num_ranks = 2;
+      c.setting.options = engine::options_of(stage, 3000);
+      SCOPED_TRACE(concat(backend, " ", describe(c, 2)));
+      expect_same(c, expected, backend, {.seed = 2, .guard_memory = true}, true);
+    }
+  }
+}
+
 // A rank that does not use a parameter launches its bucket later than the others, behind gathers that wait for them. So
 // these must not make their gathers wait for that bucket.
 TEST(DeviceEngineTest, RanksThatUseOtherParametersDoNotWaitForEachOtherInACircle) {
