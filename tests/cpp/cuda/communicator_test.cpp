@@ -222,6 +222,27 @@ TEST_P(DeviceCommunicatorTest, KeptMemoryLivesUntilTheEnd) {
   });
 }
 
+// What peers send is received into memory that lives as long as it is in use.
+TEST_P(DeviceCommunicatorTest, LargerCollectivesFollowWithoutAWait) {
+  run([](const Rank& rank) {
+    std::vector<Array<float>> buckets, shards;
+    for (std::size_t numel = 1; numel <= 4096; numel *= 4) {
+      buckets.push_back(rank.make<float>(DType::kF32, rank.n * numel));
+      shards.push_back(rank.make<float>(DType::kF32, numel));
+    }
+    for (std::size_t k = 0; k < buckets.size(); ++k) {
+      buckets[k].set(rank.stream, static_cast<float>(k));
+      rank.comm.reduce_scatter_add(buckets[k], shards[k], "larger", true, rank.stream);
+    }
+    const Work last = rank.comm.reduce_scatter_add(buckets[0], shards[0], "last", false, rank.stream);
+    last.wait(rank.stream);
+    for (std::size_t k = 0; k < buckets.size(); ++k) {
+      const auto sum = static_cast<float>(rank.n * k);
+      EXPECT_EQ(shards[k].get(rank.stream), std::vector<float>(static_cast<std::size_t>(shards[k].view().numel), sum));
+    }
+  });
+}
+
 TEST_P(DeviceCommunicatorTest, HostMemoryGoesItsOwnWay) {
   run([](const Rank& rank) {
     auto data = rank.make<std::int64_t>(DType::kI64, 10);

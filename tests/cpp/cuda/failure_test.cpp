@@ -85,6 +85,7 @@ TEST(DeviceFailureTest, DifferentCollectivesAreNamedOnEveryRank) {
     rank.comm.set_activity("step 41");
     gather(rank, 5, "first");
     if (rank.comm.rank() == 2) {
+      std::this_thread::sleep_for(milliseconds(100));  // so it learns of it as it calls
       gather(rank, 5, "save_checkpoint");
     } else {
       gather(rank, 7, "gather bucket 7 (layers.3.mlp.*)");
