@@ -59,6 +59,10 @@ void bind_device(py::module_& m) {
       },
       "(whether this build has the CUDA backend, how many devices it sees, that in words). Creates no context.");
   m.def(
+      "wait_until_devices_are_idle",
+      [](std::int64_t limit_ms) { return zc::cuda::wait_until_idle(std::chrono::milliseconds(limit_ms)); }, NoGil(),
+      py::arg("limit_ms"), "Until no collective of this process is under way on a device; False: it took longer.");
+  m.def(
       "device_communicator",
       [](std::shared_ptr<zc::comm::Communicator> host, Device& device, bool fast_reduction, std::string nccl_path) {
         return zc::cuda::make_communicator(std::move(host), device, {fast_reduction, std::move(nccl_path)});

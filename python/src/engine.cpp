@@ -65,7 +65,13 @@ void bind_loss_scale(py::module_& m, py::class_<StepEngine>& engine) {
            }),
            py::kw_only(), py::arg("dynamic"), py::arg("initial_scale"), py::arg("window"), py::arg("hysteresis"),
            py::arg("consecutive_hysteresis"), py::arg("min_scale"));
-  engine.def_property_readonly("loss_scale", [](StepEngine& self) { return self.loss_scale().scale; })
+  // Waits for the device go without the interpreter's lock.
+  engine
+      .def_property_readonly("loss_scale",
+                             [](StepEngine& self) {
+                               const py::gil_scoped_release unlocked;
+                               return self.loss_scale().scale;
+                             })
       .def(
           "loss_scale_address",
           [](StepEngine& self) { return reinterpret_cast<std::uintptr_t>(self.loss_scale_memory().data); }, NoGil(),
@@ -73,6 +79,7 @@ void bind_loss_scale(py::module_& m, py::class_<StepEngine>& engine) {
       .def_property(
           "loss_scale_state",
           [](StepEngine& self) {
+            const py::gil_scoped_release unlocked;
             const auto& s = self.loss_scale();
             return std::tuple(s.scale, s.iteration, s.last_overflow, s.hysteresis);
           },
@@ -96,6 +103,7 @@ void bind_checkpoint(py::class_<StepEngine>& engine) {
                                    std::int64_t end) { return memory(self.kept_memory(param, {begin, end})); })
       .def("param_steps",
            [](StepEngine& self) {
+             const py::gil_scoped_release unlocked;
              const auto steps = self.param_steps();
              return std::vector<std::int64_t>(steps.begin(), steps.end());
            })

@@ -179,7 +179,7 @@ class RunningStatistics:
         parts = [torch.empty(0, dtype=torch.float64)]
         for index, counted, mean, var in records:
             head = torch.tensor([index + 1, counted], dtype=torch.float64)
-            parts += [head, mean.double().flatten(), var.double().flatten()]
+            parts += [head, mean.double().cpu().flatten(), var.double().cpu().flatten()]
         mine = torch.cat(parts)
         numel, updated_alone = self._comm.all_reduce(
             [mine.numel(), self._updated_alone], _core.ReduceOp.max, "size of batch statistics"
@@ -203,7 +203,7 @@ class RunningStatistics:
             like = self._modules[index]._buffers["running_mean"]
             assert like is not None
             end = at + 2 + 2 * like.numel()
-            mean, var = numbers[at + 2 : end].view(2, *like.shape).to(like.dtype)
+            mean, var = numbers[at + 2 : end].view(2, *like.shape).to(like.device, like.dtype)
             records.append(_Record(index, counted, mean, var))
             at = end
         return records

@@ -59,7 +59,7 @@ class Checkpoints:
         )
         self._check_agreement(target, client, exclude_frozen)
         if self._saver is None:
-            self._saver = Saver(engine.comm.split(0, engine.rank))
+            self._saver = Saver(engine._host_comm.split(0, engine.rank))
         names = Names(engine.module)
         items = collect(engine, names, client, exclude_frozen=exclude_frozen)
         self._saver.save(
@@ -105,6 +105,7 @@ class Checkpoints:
         """Reads one checkpoint's tensors into the engine; adds what is left to do, and the client state. Local."""
         checkpoint = Checkpoint(path, manifest)
         state = client_state(checkpoint)
+        self._engine._outcomes.settle()  # a step's outcome that is not known yet is not that of what is loaded
         restore = Restore(self._engine, checkpoint, what)
         self._engine._broken_by = f"{path} could be loaded in part only"
         restore.read()

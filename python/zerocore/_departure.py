@@ -70,6 +70,7 @@ class Departure:
         from zerocore import _core
 
         _flush()
+        _core.wait_until_devices_are_idle(self.comm.timeout_ms)  # peers may not have come to the last collectives yet
         self._leave(self.comm, failed=False, reason="ended its script", grace_ms=self.comm.timeout_ms)
         failure = self.comm.failure()
         if failure:

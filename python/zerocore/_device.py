@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -35,6 +36,10 @@ class Host:
     def stream(self) -> int:
         """The handle of the stream that the caller's operations run on."""
         return 0
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """A block, for another thread, whose operations run on the stream that is current here."""
+        return contextlib.nullcontext()
 
     def communicator(self, host: _core.Communicator, *, fast_reduction: bool) -> _core.Communicator:
         """The ranks of `host`, for collectives on this device's memory. Collective.
@@ -77,6 +82,9 @@ class Cuda(Host):
 
     def stream(self) -> int:
         return torch.cuda.current_stream(self._index).cuda_stream
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.current_stream(self._index))
 
     def communicator(self, host: _core.Communicator, *, fast_reduction: bool) -> _core.Communicator:
         comm = _core.device_communicator(host, self.core, fast_reduction=fast_reduction, nccl_path=_nccl_path())
@@ -127,6 +135,8 @@ def choose(config: ResolvedConfig) -> Host:
         UnsupportedError: the configuration asks for what there is on the CPU only.
     """
     wanted = config.device
+    if wanted == "cpu":
+        return Host()
     built, num_devices, status = _core.cuda_status()
     usable = built and num_devices > 0 and torch.cuda.is_available()
     if wanted == "cuda" and not usable:
@@ -135,7 +145,7 @@ def choose(config: ResolvedConfig) -> Host:
             f'[device] got device = "cuda", expected a CUDA device and a build for it: {status}{why}. '
             f'{"Look at nvidia-smi and CUDA_VISIBLE_DEVICES" if built else _HOW_TO_BUILD}, or set device = "cpu".'
         )
-    if wanted == "cpu" or not usable:
+    if not usable:
         if wanted == "auto" and not built and torch.cuda.is_available():
             _tell_not_built()
         return Host()

@@ -88,9 +88,8 @@ class Engine(WholeModel, Saving, Calls):
         self.config = unresolved.resolve(world.size)
         _core.set_num_threads(torch.get_num_threads())  # ranks share cores: the core takes as many as torch does
         self._device = _device.choose(self.config)
-        self.comm = self._device.communicator(
-            _core.shard_group(world), fast_reduction=self.config.comm.reduction == "fast"
-        )
+        self._host_comm = _core.shard_group(world)
+        self.comm = self._device.communicator(self._host_comm, fast_reduction=self.config.comm.reduction == "fast")
         self.module = model
         given = model_parameters if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _optimizer.build(
@@ -142,7 +141,7 @@ class Engine(WholeModel, Saving, Calls):
         self._broken_by: str | None = None  # what has left the state in parts
         # Of its own: users call all_reduce_mean() between backward() and step(), where ranks may be at different points
         # of their reductions.
-        self._mean_comm = self.comm.split(0, self.rank)
+        self._mean_comm = self._host_comm.split(0, self.rank)
         self._joining: Join | None = None  # the open join() block
         self._join_comm: _core.Communicator | None = None  # once there was one
         if self.config.comms_logger:
@@ -226,6 +225,8 @@ class Engine(WholeModel, Saving, Calls):
                 "[engine] backward: got a weight and scale_wrt_gas=False, expected one of them. With a weight the loss "
                 "is a sum that nothing was divided by: leave scale_wrt_gas out."
             )
+        if isinstance(weight, torch.Tensor) and weight.is_cuda:
+            weight = weight.cpu()  # once, before backward: it waits for what computes the weight
         self._accumulation.set_divided(not scale_wrt_gas)
         self._begin_micro_step()
         if self._had_micro_batch:

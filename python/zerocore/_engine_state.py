@@ -130,7 +130,7 @@ class Item:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the optimizer's state
     parts: dict[str, str] = dataclasses.field(default_factory=dict)  # dtypes
     sources: list[Source] = dataclasses.field(default_factory=list)
-    keep: list[torch.Tensor] = dataclasses.field(default_factory=list)  # what the sources point to
+    keep: list[Any] = dataclasses.field(default_factory=list)  # what the sources point to
 
     def add(self, part: str, dtype: str, begin: int, end: int, memory: tuple[int, int]) -> None:
         """Adds a part, of which this rank has elements [begin, end) at `memory`, (address, bytes)."""
@@ -148,10 +148,10 @@ class Item:
         """The same as host memory: a copy where the engine's device has memory of its own. Kept by the item."""
         if not params.runs_behind or memory[1] == 0:
             return memory
-        copy = torch.empty(memory[1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        params.device.core.to_host(memory[0], copy.data_ptr(), memory[1], params.device.stream())
+        copy = params.device.core.allocate_pinned(memory[1])
+        params.device.core.to_host(memory[0], copy.address, memory[1], params.device.stream())
         self.keep.append(copy)
-        return copy.data_ptr(), memory[1]
+        return copy.address, memory[1]
 
     def add_tensor(self, tensor: torch.Tensor, begin: int, end: int) -> None:
         """Adds elements [begin, end) of a tensor, as VALUE.

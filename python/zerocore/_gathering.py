@@ -113,7 +113,7 @@ class UnitGatherer(_released.NotPickled):
     """
 
     def __init__(self, core: _core.StepEngine, units: list[Unit], device: Host, follow: Callable[[], None]) -> None:
-        self._core = core
+        self._step_engine = core
         self._follow = follow
         self._device = device
         self.comm = core.gather_comm
@@ -133,6 +133,12 @@ class UnitGatherer(_released.NotPickled):
         self._handles: list[Any] = []
         for index, unit in enumerate(units):
             self._hook(index, unit.module)
+
+    @property
+    def _engine(self) -> _core.StepEngine:
+        """To do something on the caller's stream."""
+        self._follow()
+        return self._step_engine
 
     # Parameters
 
@@ -181,11 +187,11 @@ class UnitGatherer(_released.NotPickled):
 
     def hold(self, unit: int) -> None:
         """Gathers a unit until drop(). Collective."""
-        self._carry_out(self._core.enter_unit(unit, _core.Pass.demand, False))
+        self._carry_out(self._engine.enter_unit(unit, _core.Pass.demand, False))
         self._bring(unit)
 
     def drop(self, unit: int) -> None:
-        self._carry_out(self._core.leave_unit(unit, False))
+        self._carry_out(self._engine.leave_unit(unit, False))
 
     def hold_param(self, param: torch.nn.Parameter) -> None:
         self.hold(self._unit_of_param[id(param)])
@@ -208,14 +214,14 @@ class UnitGatherer(_released.NotPickled):
         state.versions[at] = param._version
 
     def end_backward(self) -> None:
-        self._carry_out(self._core.end_backward())
+        self._carry_out(self._engine.end_backward())
 
     def end_micro_step(self) -> None:
-        self._core.end_gathers_of_micro_step()
+        self._engine.end_gathers_of_micro_step()
 
     def invalidate(self) -> None:
         """Parameters are about to change: releases all."""
-        self._carry_out(self._core.invalidate_units())
+        self._carry_out(self._engine.invalidate_units())
 
     def gathered_bytes(self) -> int:
         return sum(
@@ -240,7 +246,6 @@ class UnitGatherer(_released.NotPickled):
     def _carry_out(self, plan: tuple[list[int], list[int]] | None) -> None:
         if plan is None:
             return
-        self._follow()
         released, gathered = plan
         for unit in released:
             self._empty(unit)
@@ -250,7 +255,7 @@ class UnitGatherer(_released.NotPickled):
     def _start(self, unit: int) -> None:
         for bucket, flat in self._units[unit].flats.items():
             flat.untyped_storage().resize_(self._room_for(flat.nbytes))
-            self._core.start_gather(bucket, flat.data_ptr())
+            self._engine.start_gather(bucket, flat.data_ptr())
 
     def _room_for(self, num_bytes: int) -> int:
         """How large to make a storage of so many bytes.
@@ -268,8 +273,7 @@ class UnitGatherer(_released.NotPickled):
         state = self._units[unit]
         if state.whole:
             return
-        self._follow()
-        self._core.wait_unit(unit)
+        self._engine.wait_unit(unit)
         for _, param in state.params:
             _released.mark_whole(param)
         state.whole = True
@@ -313,7 +317,7 @@ class UnitGatherer(_released.NotPickled):
             calls.append(call)
             state.calls += 1
             which = _core.Pass.backward if in_backward else _core.Pass.forward
-            self._carry_out(self._core.enter_unit(unit, which, call.training))
+            self._carry_out(self._engine.enter_unit(unit, which, call.training))
             self._bring(unit)
             if call.training and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 call.saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -330,7 +334,7 @@ class UnitGatherer(_released.NotPickled):
             output = self._own_outputs(unit, output)
             if call.training:
                 self._watch(unit, output, call.first_nr)
-            self._carry_out(self._core.leave_unit(unit, call.training))
+            self._carry_out(self._engine.leave_unit(unit, call.training))
             return output
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
@@ -364,7 +368,7 @@ class UnitGatherer(_released.NotPickled):
 
     @_not_compiled
     def _need(self, unit: int) -> None:
-        self._carry_out(self._core.need_unit(unit))
+        self._carry_out(self._engine.need_unit(unit))
         if not self._units[unit].whole:
             self._bring(unit)
 

@@ -97,7 +97,7 @@ class Join:
 
     def __enter__(self) -> None:
         if self._engine._join_comm is None:
-            self._engine._join_comm = self._engine.comm.split(0, self._engine.rank)
+            self._engine._join_comm = self._engine._host_comm.split(0, self._engine.rank)
         self._comm = self._engine._join_comm
         Join._open = self._engine._joining = self
 
@@ -232,14 +232,16 @@ class _MicroStep:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._error: BaseException | None = None
+        self._on_stream = engine._device.on_current_stream()
         self._thread = threading.Thread(target=self._run, name="zc-join", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._engine._had_micro_batch = False
-            self._engine._params.begin_micro_step(has_micro_batch=False)
-            self._engine._end_micro_step()
+            with self._on_stream:
+                self._engine._had_micro_batch = False
+                self._engine._params.begin_micro_step(has_micro_batch=False)
+                self._engine._end_micro_step()
         except BaseException as error:
             self._error = error
 

@@ -126,7 +126,7 @@ class ModelFile:
 
     def _copies(self) -> Iterator[tuple[int, torch.Tensor]]:
         for key, copy in self._engine._params.copies(self._tensors.values()):
-            yield key, copy.to(self._dtype(self._names[key][0]))
+            yield key, copy.to("cpu", self._dtype(self._names[key][0]))
 
 
 def write_pickle(path: Path, values: dict[str, Any]) -> None:

@@ -154,23 +154,22 @@ class ModelParams(ParamsForCore):
         self.comm = comm
         self.device = device
         self.runs_behind = device.runs_behind
-        self._core = _core.StepEngine(comm=comm, device=device.core, **self.core_arguments)
-        self.follow()
+        self._step_engine = _core.StepEngine(comm=comm, device=device.core, **self.core_arguments)
         self._scaled = self.core_arguments["loss_scale"] is not None
-        self.gatherer = UnitGatherer(self._core, self._units, device, self.follow)
+        self.gatherer = UnitGatherer(self._engine, self._units, device, self.follow)
         # Those that the model uses where they are kept, and that users may therefore write to.
         self._in_place = [i for i, p in enumerate(self.params) if id(p) not in self._gathered]
         for index, param in enumerate(self.params):
             self._move(index, param, self._unit_of.get(id(param), -1))
         self.gatherer.finish()
-        self._core.allocate_states()
+        self._engine.allocate_states()
         free = device.free_bytes(ranks=comm.size)
         if free is not None:
-            self._core.set_hold_bytes(free // _PART_FOR_GRADIENTS)
+            self._engine.set_hold_bytes(free // _PART_FOR_GRADIENTS)
         self._foreign: ForeignOptimizer | None = None
         if optimizer.foreign and optimizer.source is not None:
             numbered = [(i, self.names[i], p) for i, p in enumerate(self.params) if self._is_trained[i]]
-            self._foreign = ForeignOptimizer(optimizer.source, self._core, numbered, device)
+            self._foreign = ForeignOptimizer(optimizer.source, self._engine, numbered, device)
         self._half_updated = False
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
@@ -181,7 +180,7 @@ class ModelParams(ParamsForCore):
         self.closed = False
         self._on_read_gradient = on_read_gradient
         self.gradients = Gradients(
-            self._core,
+            self._engine,
             [entry for entry, is_trained in zip(enumerate(named), self._is_trained, strict=True) if is_trained],
             scaled=self._scaled,
             follow=self.follow,
@@ -196,12 +195,12 @@ class ModelParams(ParamsForCore):
             values = param.detach() if dense else param.detach().contiguous()
             kept = torch.float32 if self._is_trained[index] else self._kept[index]
             values = values.to(self.device.torch, kept, copy=True)
-            self._core.load_param(index, self.device.view(values))
+            self._engine.load_param(index, self.device.view(values))
         param.grad = None
         if unit >= 0:
-            self.gatherer.adopt(unit, *self._core.location(index), self.names[index], param)
+            self.gatherer.adopt(unit, *self._engine.location(index), self.names[index], param)
             return
-        memory, offset_bytes = self._core.param_memory(index)
+        memory, offset_bytes = self._engine.param_memory(index)
         _released.set_home(param, None)
         _released.mark_whole(param)
         flat = self.device.tensor(memory, self._kept[index], param.numel(), offset_bytes) if param.numel() else None
@@ -213,7 +212,13 @@ class ModelParams(ParamsForCore):
     def follow(self) -> None:
         """What the core does next comes after what the caller has put on its stream so far."""
         if self.runs_behind:
-            self._core.set_stream(self.device.stream())
+            self._step_engine.set_stream(self.device.stream())
+
+    @property
+    def _engine(self) -> _core.StepEngine:
+        """To do something on the caller's stream."""
+        self.follow()
+        return self._step_engine
 
     def begin_micro_step(self, *, has_micro_batch: bool) -> None:
         self._check_homes()
@@ -261,7 +266,6 @@ class ModelParams(ParamsForCore):
     def step(self, *, divisor: float, weights: Weights, max_norm: float, stop: bool) -> bool:
         """Whether some rank asked to stop. divisor: without the loss scale; weights of micro-batches take its place."""
         self._check_groups()
-        self.follow()
         written = self.take_writes()
         self._versions.update({i: self.params[i]._version for i in written})
         self.gatherer.invalidate()
@@ -274,10 +278,10 @@ class ModelParams(ParamsForCore):
             "weights_missing": weights.missing,
         }
         if self._foreign is None:
-            stopped = self._core.step(self._optimizer.hypers(), **arguments)
+            stopped = self._engine.step(self._optimizer.hypers(), **arguments)
         else:
             stopped = self._foreign_step(self._foreign, arguments)
-        if self.runs_behind or not self._core.result().skipped:
+        if self.runs_behind or not self._engine.result().skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
             self._versions = {i: self.params[i]._version for i in self._in_place}
@@ -285,17 +289,17 @@ class ModelParams(ParamsForCore):
 
     def result(self) -> StepOutcome:
         """How the last step went. Waits for its norm. Local."""
-        result = self._core.result()
+        result = self._engine.result()
         return StepOutcome(result, [self.names[i] for i in result.nonfinite])
 
     def _foreign_step(self, optimizer: ForeignOptimizer, arguments: dict[str, Any]) -> bool:
         groups = [sorted(plain_settings(group).items()) for group in self._optimizer.param_groups]
         settings = zlib.crc32(repr(groups).encode(), arguments["settings"])
-        stopped: bool = self._core.begin_foreign_step(**arguments | {"settings": settings})
-        if not self._core.result().skipped:
+        stopped: bool = self._engine.begin_foreign_step(**arguments | {"settings": settings})
+        if not self._engine.result().skipped:
             self._half_updated = True
             optimizer.step()
-            self._core.end_foreign_step()
+            self._engine.end_foreign_step()
             self._half_updated = False
         return stopped
 
@@ -306,21 +310,21 @@ class ModelParams(ParamsForCore):
         if not self._scaled:
             return loss
         if self.runs_behind:  # its scale may not be known here yet
-            return loss.float() * self.device.tensor_at(self._core.loss_scale_address(), torch.float32, 4)[0]
-        return loss.float() * self._core.loss_scale
+            return loss.float() * self.device.tensor_at(self._engine.loss_scale_address(), torch.float32, 4)[0]
+        return loss.float() * self._engine.loss_scale
 
     def loss_scale(self) -> float | None:
         """As the next step will use it. Waits for the last step's outcome."""
-        return self._core.loss_scale if self._scaled else None
+        return self._engine.loss_scale if self._scaled else None
 
     @property
     def loss_scale_state(self) -> tuple[float, int, int, int] | None:
         """Scale, iteration, last overflow, overflows left until the scale halves. Waits as loss_scale() does."""
-        return self._core.loss_scale_state if self._scaled else None
+        return self._engine.loss_scale_state if self._scaled else None
 
     @loss_scale_state.setter
     def loss_scale_state(self, state: tuple[float, int, int, int]) -> None:
-        self._core.loss_scale_state = state
+        self._engine.loss_scale_state = state
 
     def _check_groups(self) -> None:
         """The optimizer's groups must hold the parameters that they held when the engine was built."""
@@ -335,7 +339,7 @@ class ModelParams(ParamsForCore):
 
     def zero_grad(self) -> None:
         """Drops everything that was folded since the last step."""
-        self._core.zero_grad()
+        self._engine.zero_grad()
 
     def take_writes(self) -> list[int]:
         """Masters follow values that were written to the model, by load_state_dict() for one. Returns which. Local."""
@@ -345,7 +349,7 @@ class ModelParams(ParamsForCore):
         version = self.params[index]._version
         written: bool = self._versions.get(index, version) != version
         if written and self._is_trained[index]:
-            self._core.reload_master(index)
+            self._engine.reload_master(index)
         return written
 
     # One parameter
@@ -379,7 +383,7 @@ class ModelParams(ParamsForCore):
             if key not in self._index_of:
                 yield key, tensor.detach().clone()
         in_core = [self._index_of[key] for key in distinct if key in self._index_of]
-        in_core.sort(key=lambda index: (self._core.location(index)[0], index))
+        in_core.sort(key=lambda index: (self._engine.location(index)[0], index))
         for unit, group in itertools.groupby(in_core, key=lambda index: self.gatherer.unit_of(self.params[index])):
             if unit is not None:
                 self.gatherer.hold(unit)
@@ -392,7 +396,7 @@ class ModelParams(ParamsForCore):
         """A trained parameter's state of one kind, whole, in fp32. Collective."""
         self._take_write(self.index_of(param))
         out = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
-        self._core.read_state(self.index_of(param), kind, self.device.view(out))
+        self._engine.read_state(self.index_of(param), kind, self.device.view(out))
         return out
 
     def write_state(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
@@ -408,26 +412,26 @@ class ModelParams(ParamsForCore):
         own = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
         with torch.no_grad():
             own.copy_(values)
-        self._core.write_state(self.index_of(param), kind, self.device.view(own))
+        self._engine.write_state(self.index_of(param), kind, self.device.view(own))
 
     def read_local(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
         self._take_write(self.index_of(param))
-        begin, end = self._core.owned_range(self.index_of(param), kind)
+        begin, end = self._engine.owned_range(self.index_of(param), kind)
         out = torch.empty(end - begin, device=self.device.torch)
-        self._core.read_owned_state(self.index_of(param), kind, self.device.view(out))
+        self._engine.read_owned_state(self.index_of(param), kind, self.device.view(out))
         return out
 
     def write_local(self, param: torch.nn.Parameter, kind: _core.StateKind, values: torch.Tensor) -> None:
         """Sets the part of a trained parameter's state that this rank owns. Of masters collective."""
-        begin, end = self._core.owned_range(self.index_of(param), kind)
+        begin, end = self._engine.owned_range(self.index_of(param), kind)
         if values.numel() != end - begin:
             raise ConfigError(
                 f"[zero] {self.name_of(param)}: got {values.numel()} values, expected the {end - begin} of this rank's "
                 "part. Read the part first to see its length."
             )
         own = values.detach().reshape(-1).to(self.device.torch, torch.float32, copy=True)
-        self._core.write_owned_state(self.index_of(param), kind, self.device.view(own))
+        self._engine.write_owned_state(self.index_of(param), kind, self.device.view(own))
         if kind == _core.StateKind.master:
             self._after_write(param)
 
@@ -478,7 +482,7 @@ class ModelParams(ParamsForCore):
         kinds = self._kinds(index)
         if part not in kinds and self._foreign is not None:
             return self._foreign.memory(index, part, begin, end)
-        return self._core.state_memory(index, kinds[part], begin, end)
+        return self._engine.state_memory(index, kinds[part], begin, end)
 
     def begin_load(self) -> None:
         """The core's memory is about to be written to: what was gathered from it is stale. Local."""
@@ -487,7 +491,7 @@ class ModelParams(ParamsForCore):
 
     def end_load(self, steps: list[int]) -> None:
         """All masters have been written to; parameters follow them. steps: updates of each parameter. Collective."""
-        self._core.set_loaded(steps)
+        self._engine.set_loaded(steps)
         torch.autograd.graph.increment_version(self.params)
         self._versions = {i: self.params[i]._version for i in self._in_place}
 
@@ -508,7 +512,7 @@ class ModelParams(ParamsForCore):
         own = _tensor.shaped(torch.empty(param.numel(), dtype=dtype, device=self.device.torch), param)
         with torch.no_grad():
             own.copy_(values)
-        self._core.load_param(index, self.device.view(own))
+        self._engine.load_param(index, self.device.view(own))
         self._after_write(param, own)
 
     def _after_write(self, param: torch.nn.Parameter, values: torch.Tensor | None = None) -> None:
@@ -522,14 +526,14 @@ class ModelParams(ParamsForCore):
             self.gatherer.write_gathered(param, whole.to(self._kept[index]))
 
     def memory_report(self) -> dict[str, int]:
-        report = dict(self._core.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}
+        report = dict(self._engine.memory_report()) | {"gathered_parameters": self.gatherer.gathered_bytes()}
         if self._foreign is not None:
             report["optimizer_state"] += self._foreign.bytes()
         return report
 
     @property
     def core(self) -> _core.StepEngine:
-        return self._core
+        return self._engine
 
     def close(self) -> None:
         self.gradients.close()

@@ -127,7 +127,7 @@ class Kernels {
 
   // Newton-Schulz iterations on a whole fp32 matrix, in place (math::kNewtonSchulz). Each element of a product is
   // summed in ascending order of the inner index, so that the bits depend on the matrix alone. workspace:
-  // orthogonalize_workspace() elements.
+  // orthogonalize_workspace() elements, aligned to 8 bytes.
   virtual void orthogonalize(float* matrix, std::int64_t rows, std::int64_t columns, int iterations, float* workspace,
                              Stream stream) = 0;
 };

@@ -417,7 +417,8 @@ void StepEngine::measure(double divisor, double max_norm, std::int64_t settings,
                       .scaled = options_.loss_scale.has_value(),
                       .loss_scale = options_.loss_scale.value_or(math::LossScaleRule{})};
   if (behind) {
-    trace::wait(comm_->all_reduce(sums, comm::ReduceOp::kSum, "sum of squares", stream_), "sum of squares", stream_);
+    sums_ = comm_->all_reduce(sums, comm::ReduceOp::kSum, "sum of squares", stream_);
+    trace::wait(sums_, "sum of squares", stream_);
     device_.kernels().finish_norm(square_sum(), nonfinite(), num_params, rule, outcome(), stream_);
   } else {
     std::copy_n(message.begin(), kLimbs, square_sum()->limbs().begin());
@@ -432,6 +433,7 @@ void StepEngine::measure(double divisor, double max_norm, std::int64_t settings,
 const StepResult& StepEngine::result() {
   if (!pending_) return result_;
   outcome_.wait();
+  sums_.wait();  // it has ended; if by being aborted, the outcome is none
   const auto& outcome = *reinterpret_cast<const math::StepOutcome*>(outcome_.host());
   result_.scalars = outcome.scalars;
   result_.exhausted = outcome.exhausted != 0;

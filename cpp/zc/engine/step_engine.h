@@ -216,6 +216,7 @@ class StepEngine {
   // What kernels make of a step: a StepOutcome; the square sum, and for each parameter on how many ranks its gradient
   // was not finite, both of which ranks add up as integers.
   device::Download outcome_;
+  comm::Work sums_;  // the reduction of the last step's norm, where the device runs behind
   StepResult result_;
   bool pending_ = false;             // result_ is not that of the last step yet
   math::LossScaleState loss_scale_;  // as of result_

@@ -2,6 +2,7 @@
 // there is no CUDA and every request for it is a kDevice error.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -31,5 +32,8 @@ struct Options {
 // device. Collective over `host`; blocks.
 std::shared_ptr<comm::Communicator> make_communicator(std::shared_ptr<comm::Communicator> host, device::Device& device,
                                                       const Options& options);
+
+// Returns when no collective of this process is under way on a device; false after `limit`.
+bool wait_until_idle(std::chrono::milliseconds limit);
 
 }  // namespace zc::cuda

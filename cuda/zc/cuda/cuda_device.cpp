@@ -6,6 +6,8 @@
 namespace zc::cuda {
 namespace {
 
+thread_local bool is_own_thread = false;
+
 class CudaEvent final : public device::Event {
  public:
   CudaEvent(std::shared_ptr<Runtime> runtime, int device) : runtime_(std::move(runtime)), device_(device) {
@@ -37,8 +39,10 @@ class CudaEvent final : public device::Event {
 
 }  // namespace
 
+void OnDevice::own_thread() { is_own_thread = true; }
+
 OnDevice::~OnDevice() {
-  if (!changed_) return;
+  if (!changed_ || is_own_thread) return;
   try {
     runtime_.set_device(before_);
   } catch (...) {  // it was current before, so only a device that has failed refuses, and says so at the next call
@@ -58,8 +62,11 @@ Memory CudaDevice::allocate(std::int64_t bytes) {
     } catch (...) {  // the device has failed: its memory goes with the process
     }
   });
-  runtime_->zero(memory, bytes, nullptr);
-  runtime_->synchronize(nullptr);  // other streams are not ordered after the default one
+  // On a stream of its own: the default one may be waiting for peers, who may be waiting for this rank.
+  const std::lock_guard lock(zeroing_mutex_);
+  if (zeroing_ == nullptr) zeroing_ = make_stream();
+  runtime_->zero(memory, bytes, zeroing_->handle);
+  runtime_->synchronize(zeroing_->handle);
   return owned;
 }
 

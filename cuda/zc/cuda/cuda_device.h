@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "zc/cuda/runtime.h"
@@ -18,6 +19,10 @@ class OnDevice {
     changed_ = device != before_;
   }
   ~OnDevice();
+
+  // The calling thread is the backend's own and has made no choice: nothing is restored there. It would be device 0,
+  // where each process would get a context.
+  static void own_thread();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
@@ -51,6 +56,8 @@ class CudaDevice final : public device::Device {
   std::shared_ptr<Runtime> runtime_;
   int index_;
   std::unique_ptr<device::Kernels> kernels_;
+  std::mutex zeroing_mutex_;
+  std::shared_ptr<const device::Stream> zeroing_;
 };
 
 }  // namespace zc::cuda

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "zc/base/error.h"
+#include "zc/cuda/cuda_device.h"
 #include "zc/cuda/kernels.h"
 #include "zc/cuda/launch.h"
 
@@ -44,7 +45,7 @@ class CudaKernels final : public device::Kernels {
 
   void zero(BufferView out, Stream stream) override {
     if (out.numel == 0) return;
-    runtime_.set_device(device_);
+    const OnDevice on(runtime_, device_);
     runtime_.zero(out.data, out.bytes(), stream.handle);
   }
 
@@ -91,6 +92,7 @@ class CudaKernels final : public device::Kernels {
 
   void square_sum(BufferView in, const Pieces& pieces, math::ExactSum* sum, std::int64_t* nonfinite,
                   Stream stream) override {
+    check_prepared(pieces);
     with_type(in.dtype, "norm", [&]<class Source>(Type<Source>) {
       launch_blocks((pieces.num_chunks + SquareSum<Source>::kChunks - 1) / SquareSum<Source>::kChunks,
                     SquareSum<Source>{in.as<const Source>(), in.numel, pieces.chunks, pieces.num_chunks,
@@ -126,6 +128,7 @@ class CudaKernels final : public device::Kernels {
 
   void muon_momentum(const Pieces& pieces, const math::MuonScalars* scalars, const std::uint8_t* used,
                      const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) override {
+    check_prepared(pieces);
     with_type(buffers.grad_dtype, "gradient", [&]<class Grad>(Type<Grad>) {
       launch_blocks(pieces.num_chunks,
                     Update<MuonMomentum, Grad, void>{pieces.chunks, pieces.num_chunks, scalars, used, step, buffers},
@@ -143,6 +146,8 @@ class CudaKernels final : public device::Kernels {
                      Stream stream) override {
     const std::int64_t numel = rows * columns, r = std::min(rows, columns), c = std::max(rows, columns);
     if (numel == 0) return;
+    ZC_CHECK(reinterpret_cast<std::uintptr_t>(workspace) % alignof(std::int64_t) == 0, kInternal,
+             "[cuda] a workspace that is not aligned to 8 bytes: got ", workspace);
     float* x = workspace;
     float* next = x + numel;
     float* gram = next + numel;
@@ -151,7 +156,7 @@ class CudaKernels final : public device::Kernels {
     std::int64_t* nonfinite = limbs + math::ExactSum::kNumLimbs;
     auto* factor = reinterpret_cast<float*>(nonfinite + 1);
 
-    runtime_.set_device(device_);
+    const OnDevice on(runtime_, device_);
     runtime_.zero(limbs, reinterpret_cast<std::byte*>(factor) - reinterpret_cast<std::byte*>(limbs), stream.handle);
     const std::int64_t num_chunks = (numel + math::kBlockNumel - 1) / math::kBlockNumel;
     launch_blocks((num_chunks + SquareSum<float>::kChunks - 1) / SquareSum<float>::kChunks,
@@ -181,13 +186,18 @@ class CudaKernels final : public device::Kernels {
   }
 
  private:
+  static void check_prepared(const Pieces& pieces) {
+    ZC_CHECK(pieces.list.empty() || pieces.num_chunks > 0, kInternal, "[cuda] got a list of ", pieces.list.size(),
+             " pieces, expected a PieceTable with chunks on the device");
+  }
+
   // A grid that fills the device a few times, so that the last blocks to end matter little, or less where there is less
   // to do. Blocks go on to further work themselves.
   template <class Kernel>
   void launch_blocks(std::int64_t blocks, const Kernel& kernel, Stream stream) {
     constexpr std::int64_t kThreads = 4096;  // for a multiprocessor, which runs 512 to 2048 at a time
     if (blocks == 0) return;
-    runtime_.set_device(device_);
+    const OnDevice on(runtime_, device_);
     launch(kernel, std::min(blocks, num_multiprocessors_ * (kThreads / Kernel::kThreads)), stream);
   }
 
@@ -246,7 +256,7 @@ class CudaKernels final : public device::Kernels {
   }
 
   void copy(void* to, const void* from, std::int64_t bytes, Stream stream) {
-    runtime_.set_device(device_);
+    const OnDevice on(runtime_, device_);
     runtime_.copy(to, from, bytes, stream.handle);
   }
 
@@ -261,6 +271,7 @@ class CudaKernels final : public device::Kernels {
   template <class Optimizer, class Grad>
   void update_model(const Pieces& pieces, const typename Optimizer::Scalars* scalars, const std::uint8_t* used,
                     const math::StepScalars* step, const OptimizerBuffers& buffers, Stream stream) {
+    check_prepared(pieces);
     const auto run = [&]<class Model>(Type<Model>) {
       launch_blocks(pieces.num_chunks,
                     Update<Optimizer, Grad, Model>{pieces.chunks, pieces.num_chunks, scalars, used, step, buffers},

@@ -21,6 +21,11 @@ void check(cudaError_t result, const char* call, int line) {
        ". It may come from an earlier call or kernel on this device: run with CUDA_LAUNCH_BLOCKING=1 to find it.");
 }
 
+// Of what cannot throw: a failure shows again at the next call, if it lasts, and must not be blamed on that if not.
+void let_pass(cudaError_t result) {
+  if (result != cudaSuccess) cudaGetLastError();
+}
+
 #define ZC_CUDA(call) check(call, #call, __LINE__)
 
 cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
@@ -66,14 +71,14 @@ class CudaRuntime final : public Runtime {
     const cudaError_t result = cudaMalloc(&memory, static_cast<std::size_t>(bytes));
     return given(result, memory, "cudaMalloc", __LINE__);
   }
-  void free(void* memory) noexcept override { cudaFree(memory); }
+  void free(void* memory) noexcept override { let_pass(cudaFree(memory)); }
 
   void* allocate_pinned(std::int64_t bytes) override {
     void* memory = nullptr;
     const cudaError_t result = cudaHostAlloc(&memory, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
     return given(result, memory, "cudaHostAlloc", __LINE__);
   }
-  void free_pinned(void* memory) noexcept override { cudaFreeHost(memory); }
+  void free_pinned(void* memory) noexcept override { let_pass(cudaFreeHost(memory)); }
 
   void copy(void* to, const void* from, std::int64_t bytes, void* stream) override {
     ZC_CUDA(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_of(stream)));
@@ -89,7 +94,7 @@ class CudaRuntime final : public Runtime {
     ZC_CUDA(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
     return stream;
   }
-  void free_stream(void* stream) noexcept override { cudaStreamDestroy(stream_of(stream)); }
+  void free_stream(void* stream) noexcept override { let_pass(cudaStreamDestroy(stream_of(stream))); }
   void synchronize(void* stream) override { ZC_CUDA(cudaStreamSynchronize(stream_of(stream))); }
 
   void* make_event() override {
@@ -97,7 +102,7 @@ class CudaRuntime final : public Runtime {
     ZC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     return event;
   }
-  void free_event(void* event) noexcept override { cudaEventDestroy(event_of(event)); }
+  void free_event(void* event) noexcept override { let_pass(cudaEventDestroy(event_of(event))); }
   void record(void* event, void* stream) override { ZC_CUDA(cudaEventRecord(event_of(event), stream_of(stream))); }
   bool done(void* event) override {
     const cudaError_t result = cudaEventQuery(event_of(event));

@@ -1,8 +1,9 @@
 // Loops over the elements of arrays, as one thread of many runs them. The same code runs on the host, in tests.
 //
-// A scalar head up to where all arrays are aligned to 16 bytes, a body of whole 16-byte accesses, a scalar tail; arrays
-// that are never aligned together are gone through element by element. A functor is called with one element of each
-// array and does the same arithmetic in each of the three, so the split has no part in the result.
+// A scalar head up to where all arrays are aligned to 16 bytes, a body of whole accesses, of 16 bytes where the
+// elements are the widest, so that neighbouring threads always touch neighbouring memory; a scalar tail. Arrays that
+// are never aligned together are gone through element by element. A functor is called with one element of each array
+// and does the same arithmetic in each of the three, so the split has no part in the result.
 #pragma once
 
 #include <cstdint>
@@ -53,15 +54,25 @@ ZC_DEVICE inline void store_words(const std::uint32_t (&words)[4], void* to) {
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
+ZC_DEVICE inline void store_words(const std::uint32_t (&words)[2], void* to) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]), "r"(words[1])
+               : "memory");
+}
 #else
-inline void store_words(const std::uint32_t (&words)[4], void* to) { std::memcpy(to, words, sizeof words); }
+template <int kWords>
+inline void store_words(const std::uint32_t (&words)[kWords], void* to) {
+  std::memcpy(to, words, sizeof words);
+}
 #endif
 
 // kVector consecutive elements in registers.
 template <class T, int kVector>
 struct Lanes {
-  static constexpr int kPerAccess = kAccessBytes / static_cast<int>(sizeof(T));
-  struct alignas(kAccessBytes) Access {
+  static constexpr int kAllBytes = kVector * static_cast<int>(sizeof(T));
+  static constexpr int kBytes = kAllBytes < kAccessBytes ? kAllBytes : kAccessBytes;  // of an access
+  static constexpr int kPerAccess = kBytes / static_cast<int>(sizeof(T));
+  static constexpr int kWords = kBytes / 4;
+  struct alignas(kBytes) Access {
     T lanes[kPerAccess];
   };
   Access accesses[kVector / kPerAccess];
@@ -73,9 +84,9 @@ struct Lanes {
   ZC_HOST_DEVICE void store(T* to) const {
     ZC_UNROLL
     for (int a = 0; a < kVector / kPerAccess; ++a) {
-      std::uint32_t words[4];
+      std::uint32_t words[kWords];
       ZC_UNROLL
-      for (int w = 0; w < 4; ++w) words[w] = word(accesses[a].lanes + w * kPerAccess / 4);
+      for (int w = 0; w < kWords; ++w) words[w] = word(accesses[a].lanes + w * kPerAccess / kWords);
       store_words(words, to + a * kPerAccess);
     }
   }
@@ -184,7 +195,7 @@ struct Access<InEach<T>> {
 
 template <>
 struct Access<None> {
-  static constexpr int kElementBytes = kAccessBytes;
+  static constexpr int kElementBytes = 0;
   ZC_HOST_DEVICE static int ahead(None) { return 0; }
   ZC_HOST_DEVICE static bool aligned(None, int) { return true; }
   ZC_HOST_DEVICE static Nothing element(None, std::int64_t) { return {}; }
@@ -198,8 +209,8 @@ struct Access<None> {
 };
 
 template <class... Rest>
-ZC_HOST_DEVICE constexpr int least(int first, Rest... rest) {
-  ((first = rest < first ? rest : first), ...);
+ZC_HOST_DEVICE constexpr int most(int first, Rest... rest) {
+  ((first = rest > first ? rest : first), ...);
   return first;
 }
 
@@ -214,7 +225,7 @@ ZC_HOST_DEVICE inline void each_lane(const Functor& functor, Registers... regist
 template <class Functor, class... Arrays>
 ZC_HOST_DEVICE inline void for_each(std::int64_t thread, std::int64_t num_threads, std::int64_t numel,
                                     const Functor& functor, const Arrays&... arrays) {
-  constexpr int kVector = kAccessBytes / least(Access<Arrays>::kElementBytes...);
+  constexpr int kVector = kAccessBytes / most(Access<Arrays>::kElementBytes...);
   int ahead = 0;
   ((ahead = Access<Arrays>::ahead(arrays) > ahead ? Access<Arrays>::ahead(arrays) : ahead), ...);
   const bool together = (Access<Arrays>::aligned(arrays, ahead) && ...);

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "zc/base/error.h"
+#include "zc/cuda/cuda_device.h"
 
 namespace zc::cuda {
 namespace {
@@ -45,9 +46,23 @@ class Threads {
     to_drop_.notify_one();
   }
 
+  // On a thread of its own: others' must not wait for it.
+  void drop_by_itself(std::shared_ptr<void> what) {
+    const std::lock_guard lock(mutex_);
+    ++num_alone_;
+    std::thread([this, what = std::move(what)]() mutable {
+      pthread_setname_np(pthread_self(), "zc-cuda-abort");
+      OnDevice::own_thread();
+      what.reset();
+      const std::lock_guard locked(mutex_);
+      if (--num_alone_ == 0) idle_.notify_all();
+    }).detach();
+  }
+
   bool wait_until_idle(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    return idle_.wait_for(lock, limit, [this] { return watched_.empty() && dropped_.empty() && !busy_; });
+    return idle_.wait_for(lock, limit,
+                          [this] { return watched_.empty() && dropped_.empty() && !busy_ && num_alone_ == 0; });
   }
 
  private:
@@ -56,6 +71,7 @@ class Threads {
     if (std::exchange(started, true)) return;
     std::thread([name, run] {
       pthread_setname_np(pthread_self(), name);
+      OnDevice::own_thread();
       run();
     }).detach();
   }
@@ -98,6 +114,7 @@ class Threads {
   std::condition_variable to_watch_, to_drop_, idle_;
   std::set<std::shared_ptr<InFlight>> watched_;
   std::vector<std::shared_ptr<void>> dropped_;
+  int num_alone_ = 0;
   bool watching_ = false, dropping_ = false, busy_ = false;
 };
 
@@ -116,6 +133,8 @@ std::shared_ptr<void> take_kept(Work::State& state) {
 }  // namespace
 
 void drop_elsewhere(std::shared_ptr<void> what) { Threads::instance().drop(std::move(what)); }
+
+void drop_by_itself(std::shared_ptr<void> what) { Threads::instance().drop_by_itself(std::move(what)); }
 
 bool wait_until_idle(std::chrono::milliseconds limit) { return Threads::instance().wait_until_idle(limit); }
 
@@ -160,12 +179,15 @@ void InFlight::check() const {
 }
 
 void InFlight::fail(const std::string& reason, bool announce) {
-  // What runs on the device reads and writes the memory of its collectives until the groups have been aborted.
+  // What runs on the device reads and writes the memory of its collectives until the groups have been aborted. All at
+  // once: to abort one frees memory, which waits for the whole device, and so for the others.
   struct Remains {
     std::vector<std::shared_ptr<Group>> groups;
     std::vector<std::shared_ptr<void>> memory;
     ~Remains() {
-      for (const auto& group : groups) group->abort();
+      std::vector<std::thread> threads;
+      for (const auto& group : groups) threads.emplace_back([&group] { group->abort(); });
+      for (std::thread& thread : threads) thread.join();
     }
   };
   auto remains = std::make_shared<Remains>();
@@ -187,7 +209,7 @@ void InFlight::fail(const std::string& reason, bool announce) {
       remains->memory.push_back(std::move(entry));
     }
   }
-  drop_elsewhere(std::move(remains));
+  drop_by_itself(std::move(remains));
 }
 
 // One after the other of each group, since they end in order.

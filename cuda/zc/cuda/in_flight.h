@@ -89,6 +89,9 @@ class InFlight final : public comm::Driver, public std::enable_shared_from_this<
 // Drops what may wait when it is dropped, after those given before, on the thread for that. From any thread.
 void drop_elsewhere(std::shared_ptr<void> what);
 
+// The same on a thread that nothing else waits for.
+void drop_by_itself(std::shared_ptr<void> what);
+
 // Returns when nothing is in flight in this process and everything dropped is gone; false after `limit`. For tests.
 bool wait_until_idle(std::chrono::milliseconds limit);
 

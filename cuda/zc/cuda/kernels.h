@@ -418,6 +418,15 @@ struct SquareSum {
     return {offset, static_cast<std::int32_t>(left < math::kBlockNumel ? left : math::kBlockNumel), 0};
   }
 
+  template <class Values>
+  ZC_HOST_DEVICE static void add(double (&lanes)[kLanes], Values&& values) {
+    ZC_UNROLL
+    for (int l = 0; l < kLanes; ++l) {
+      const double value = to_float(values[l]);
+      lanes[l] += value * value;
+    }
+  }
+
   // The squares of lanes [first, first + kLanes) of a chunk, in order.
   ZC_HOST_DEVICE void add_squares(std::int64_t c, int first, double* out) const {
     const device::Chunk chunk = this->chunk(c);
@@ -425,20 +434,16 @@ struct SquareSum {
     const bool aligned = elements_ahead(from) == 0;
     double lanes[kLanes] = {};
     int i = 0;
-    ZC_UNROLL_BY(4)
-    for (; i + math::kNormLanes <= chunk.numel; i += math::kNormLanes) {
-      Lanes<Source, kLanes> values;
-      if (aligned) {
+    if (aligned) {
+      ZC_UNROLL_BY(4)
+      for (; i + math::kNormLanes <= chunk.numel; i += math::kNormLanes) {
+        Lanes<Source, kLanes> values;
         values.load(from + i);
-      } else {
-        ZC_UNROLL
-        for (int l = 0; l < kLanes; ++l) values[l] = from[i + l];
+        add(lanes, values);
       }
-      ZC_UNROLL
-      for (int l = 0; l < kLanes; ++l) {
-        const double value = to_float(values[l]);
-        lanes[l] += value * value;
-      }
+    } else {
+      ZC_UNROLL_BY(1)
+      for (; i + math::kNormLanes <= chunk.numel; i += math::kNormLanes) add(lanes, from + i);
     }
     ZC_UNROLL
     for (int l = 0; l < kLanes; ++l) {

@@ -29,7 +29,9 @@ struct NcclApi {
     int max_ctas = INT_MIN;
     const char* net_name = nullptr;
   };
-  static constexpr int kOldestVersion = 21800;
+  // Before it a thread that uses two communicators which do not block may crash in NCCL (nccl issue 1605), and stage 3
+  // has two.
+  static constexpr int kOldestVersion = 22703;
 
   int (*get_version)(int* version) = nullptr;
   int (*get_unique_id)(UniqueId* id) = nullptr;

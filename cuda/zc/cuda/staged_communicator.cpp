@@ -71,6 +71,7 @@ class StagedCommunicator final : public OverHost {
 
   void run() {
     pthread_setname_np(pthread_self(), "zc-staged");
+    OnDevice::own_thread();
     const DefaultFloatEnvironment environment;
     std::unique_lock lock(mutex_);
     for (;;) {

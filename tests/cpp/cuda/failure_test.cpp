@@ -281,7 +281,7 @@ TEST(NcclTest, AnOldVersionIsRefused) {
   };
   const Error error = test::error_of([&] { check_nccl_version(api, "some file"); });
   EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
-  expect_contains(error, "got 2.17.3 (some file), expected 2.18.0 or later");
+  expect_contains(error, "got 2.17.3 (some file), expected 2.27.3 or later");
   api.get_version = [](int* version) {
     *version = 22703;
     return 0;
