@@ -62,6 +62,8 @@ void bind_device(py::module_& m) {
       "wait_until_devices_are_idle",
       [](std::int64_t limit_ms) { return zc::cuda::wait_until_idle(std::chrono::milliseconds(limit_ms)); }, NoGil(),
       py::arg("limit_ms"), "Until no collective of this process is under way on a device; False: it took longer.");
+  m.def("nccl", &zc::cuda::nccl, NoGil(), py::arg("path"),
+        "Version and file of the NCCL that device_communicator takes.");
   m.def(
       "device_communicator",
       [](std::shared_ptr<zc::comm::Communicator> host, Device& device, bool fast_reduction, std::string nccl_path) {

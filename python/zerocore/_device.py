@@ -87,7 +87,10 @@ class Cuda(Host):
         return torch.cuda.stream(torch.cuda.current_stream(self._index))
 
     def communicator(self, host: _core.Communicator, *, fast_reduction: bool) -> _core.Communicator:
-        comm = _core.device_communicator(host, self.core, fast_reduction=fast_reduction, nccl_path=_nccl_path())
+        path = _nccl_path()
+        comm = _core.device_communicator(host, self.core, fast_reduction=fast_reduction, nccl_path=path)
+        if comm.backend == "nccl" and comm.size > 1 and comm.rank == 0:
+            logger.info("[device] collectives by %s", _core.nccl(path))
         if comm.backend == "staged" and comm.rank == 0:
             logger.warning(
                 "[device] ranks share a CUDA device: collectives go through host memory, which is for tests. Start one "

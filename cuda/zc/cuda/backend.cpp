@@ -46,6 +46,8 @@ Status status() {
 
 device::Device& device(int index) { return cuda_device(index); }
 
+std::string nccl(const std::string& path) { return load_nccl(path).description; }
+
 std::shared_ptr<comm::Communicator> make_communicator(std::shared_ptr<comm::Communicator> host, device::Device& device,
                                                       const Options& options) {
   return make_device_communicator(std::move(host), cuda_device(device.id().index), options.nccl_path,

@@ -21,6 +21,8 @@ std::shared_ptr<comm::Communicator> make_communicator(std::shared_ptr<comm::Comm
   fail_not_built();
 }
 
+std::string nccl(const std::string&) { fail_not_built(); }
+
 bool wait_until_idle(std::chrono::milliseconds) { return true; }
 
 }  // namespace zc::cuda
