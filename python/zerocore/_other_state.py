@@ -40,12 +40,12 @@ def move_other_state(model: torch.nn.Module, held: list[torch.nn.Parameter], dev
     ours = {id(p) for p in held}
     with torch.no_grad():
         for param in model.parameters():
-            if id(param) not in ours and param.device != device:
+            if id(param) not in ours and param.device != device and not param.is_meta:
                 param.data = param.data.to(device)
         moved: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays shared
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer.device != device:
+                if buffer.device != device and not buffer.is_meta:  # one without memory is refused when it is saved
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 

@@ -112,7 +112,7 @@ def test_any(i):
 @pytest.fixture
 def run_pytest(tmp_path):
     def run(source, *arguments):
-        for name in ("conftest.py", "rank_launch.py"):
+        for name in ("conftest.py", "rank_launch.py", "simulated_cuda.py"):
             shutil.copy(HERE / name, tmp_path)
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         (tmp_path / "test_it.py").write_text(source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 from typing import Any
 
-from zerocore.config._keys import Use
 from zerocore.config._native import Config
 from zerocore.config._reading import Reading
 from zerocore.config._sections import (
@@ -84,7 +83,7 @@ def build(reading: Reading) -> Config | None:
         optimizer=_optimizer(reading, native.get("optimizer", {})),
         scheduler=_scheduler(reading, native.get("scheduler", {})),
         precision=_precision(reading.values, native.get("precision", {}), native.get("precision.loss_scale", {})),
-        zero=_zero(reading.values, native.get("zero", {})),
+        zero=_zero(reading, native.get("zero", {})),
         activation_checkpointing=ActivationCheckpointingConfig(
             enabled=any(reading.values.get(f"activation_checkpointing.{name}") for name in _CHECKPOINTING),
             **native.get("activation_checkpointing", {}),
@@ -100,7 +99,7 @@ def _by_section(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The values that are copied, by native section and name."""
     sections: dict[str, dict[str, Any]] = {}
     for key in TABLE:
-        if key.use is Use.HONOURED and key.path in values and key.path not in _CONVERTED:
+        if key.path in values and key.path not in _CONVERTED:
             section, _, name = key.note.partition(" ")[0].rpartition(".")
             sections.setdefault(section, {})[name] = values[key.path]
     return sections
@@ -203,11 +202,12 @@ def _precision(values: dict[str, Any], dtypes: dict[str, Any], loss_scale: dict[
     return PrecisionConfig(dtype="bf16" if values.get("bf16.enabled") else "fp32", **dtypes)
 
 
-def _zero(values: dict[str, Any], given: dict[str, Any]) -> ZeroConfig:
+def _zero(reading: Reading, given: dict[str, Any]) -> ZeroConfig:
+    values = reading.values
     if threshold := values.get("zero_optimization.stage3_module_granularity_threshold"):
         given = {**given, "unit_numel": threshold}
     suffixes = values.get("zero_optimization.leaf_module.name_suffixes", ())
     patterns = tuple(f"*{glob.escape(suffix)}" for suffix in suffixes)
-    if any(values.get(f"zero_optimization.{name}") in (True, "cpu") for name in _OFFLOADS):
+    if any(reading.idle.get(f"zero_optimization.{name}") in (True, "cpu") for name in _OFFLOADS):
         given = {**given, "offload": "cpu"}
     return ZeroConfig(**{**given, "unit_names": (*given.get("unit_names", ()), *patterns)})

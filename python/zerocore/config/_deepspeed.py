@@ -135,7 +135,7 @@ def _read(key: Key, value: Any, reading: Reading) -> None:
     elif key.use is Use.NO_EFFECT:
         if not key.asks_for_nothing(value) and (checked := _checked(key, value, reading)) is not _INVALID:
             reading.without_effect.append(f"{key.path}: {key.note}")
-            reading.values[key.path] = checked
+            reading.idle[key.path] = checked
     elif value == "auto":
         reading.autos.append(key.path)
         if key.auto is Auto.MUST_FILL:
