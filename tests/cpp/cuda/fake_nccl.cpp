@@ -207,10 +207,10 @@ void launch(FakeComm& comm) {
     }
     round = world.rounds[comm.num_calls++];
     round->ops[static_cast<std::size_t>(comm.rank)] = std::exchange(comm.pending, {});
-    if (++round->num_called == round->ops.size() && alike(*round)) run = [round] { carry_out(*round); };
+    if (++round->num_called == round->ops.size() && alike(*round)) run = [at = round.get()] { carry_out(*at); };
     comm.polls = kPollsInProgress;
   }
-  state->simulation.enqueue(comm.stream, round->rendezvous, comm.rank, std::move(run), "nccl");
+  state->simulation.enqueue(comm.stream, round->rendezvous, comm.rank, std::move(run), round, "nccl");
 }
 
 int call(void* handle, void* stream, const Op& op) {

@@ -28,6 +28,7 @@ struct SimulatedItem {
   std::shared_ptr<Point> waits_for{};
   std::shared_ptr<Rendezvous> rendezvous{};
   int member = 0;
+  std::shared_ptr<void> kept{};
 };
 
 struct SimulatedStream {
@@ -225,12 +226,12 @@ void Simulation::enqueue(void* stream, std::function<void()> work, const char* n
 }
 
 void Simulation::enqueue(void* stream, std::shared_ptr<Rendezvous> rendezvous, int member, std::function<void()> run,
-                         const char* name) {
+                         std::shared_ptr<void> kept, const char* name) {
   const std::lock_guard lock(mutex_);
   note_call(concat(name, " on ", number(&stream_of(stream), "stream")));
   rendezvous->streams[static_cast<std::size_t>(member)] = &stream_of(stream);
   if (run) rendezvous->run = std::move(run);
-  push(stream, {.name = name, .rendezvous = std::move(rendezvous), .member = member});
+  push(stream, {.name = name, .rendezvous = std::move(rendezvous), .member = member, .kept = std::move(kept)});
 }
 
 void Simulation::give_up(Rendezvous& rendezvous, int member) {

@@ -79,9 +79,9 @@ class Simulation final : public Runtime {
 
   void enqueue(void* stream, std::function<void()> work, const char* name = "kernel");
   void launch(void* stream, std::function<void()> work);
-  // run: what they do together, given by the last member; without it they wait for ever.
+  // run: what they do together, given by the last member; without it they wait for ever. kept: lives until then.
   void enqueue(void* stream, std::shared_ptr<Rendezvous> rendezvous, int member, std::function<void()> run,
-               const char* name);
+               std::shared_ptr<void> kept, const char* name);
   void give_up(Rendezvous& rendezvous, int member);
 
   // By what runs on a stream: this memory is read or written now.
