@@ -9,6 +9,7 @@ from zerocore import _channel, _departure
 
 if TYPE_CHECKING:
     from zerocore import accelerator, checkpointing, comm, compat, errors, ops, utils, zero
+    from zerocore._device import capabilities
     from zerocore._engine import Engine
     from zerocore._initialize import add_config_arguments, init_inference, initialize, tp_model_init
     from zerocore._outcome import GradNorm
@@ -27,6 +28,7 @@ _HOMES = {
     "WarmupDecayLR": "zerocore.schedulers",
     "WarmupLR": "zerocore.schedulers",
     "add_config_arguments": "zerocore._initialize",
+    "capabilities": "zerocore._device",
     "init_distributed": "zerocore.comm",
     "init_inference": "zerocore._initialize",
     "initialize": "zerocore._initialize",
@@ -50,6 +52,7 @@ __all__ = [
     "WarmupLR",
     "accelerator",
     "add_config_arguments",
+    "capabilities",
     "checkpointing",
     "comm",
     "compat",

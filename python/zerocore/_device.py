@@ -127,6 +127,17 @@ class _Exported:
         }
 
 
+def capabilities() -> dict[str, Any]:
+    """What this build and machine can do. Creates no context on any device.
+
+    Returns:
+        "cuda_built": whether the build has the CUDA backend; "cuda_devices": how many devices it sees; "cuda": that in
+        words, such as "CUDA backend built, no device".
+    """
+    built, num_devices, text = _core.cuda_status()
+    return {"cuda_built": built, "cuda_devices": num_devices, "cuda": text}
+
+
 def choose(config: ResolvedConfig) -> Host:
     """The device that the configuration asks for: "cpu", "cuda", or "auto", which is CUDA's where it can be had.
 

@@ -21,6 +21,7 @@ def config(**keys):
 def test_a_build_without_cuda_says_so(capsys):
     built, num_devices, text = _core.cuda_status()
     assert num_devices == 0 and text == ("CUDA backend built, no device" if built else "no CUDA backend")
+    assert zerocore.capabilities() == {"cuda_built": built, "cuda_devices": 0, "cuda": text}
     from zerocore._cli import main
 
     assert main(["report", "--no-self-test"]) == 0
