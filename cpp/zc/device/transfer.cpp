@@ -50,8 +50,6 @@ void Download::fetch(Stream stream) {
   copied_->record(stream);
 }
 
-bool Download::done() { return copied_->done(); }
-
 void Download::wait() { wait_for(*copied_, "a step"); }
 
 }  // namespace zc::device

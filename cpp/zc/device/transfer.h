@@ -43,8 +43,7 @@ class Download {
   std::byte* there() const { return there_.get(); }  // in device memory: for kernels, and where the last values stand
 
   void fetch(Stream stream);  // puts a copy to host() on the stream
-  bool done();                // whether the last fetch is
-  void wait();                // for it; throws kDevice when it takes longer than `patience`
+  void wait();                // for the last one; see wait_for()
   const std::byte* host() const { return here_.get(); }
 
  private:

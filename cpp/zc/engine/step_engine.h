@@ -131,7 +131,6 @@ class StepEngine {
   // How the last step went. Waits for its norm, not for its update. Local.
   const StepResult& result();
   bool asked_to_stop() const { return result_.stop; }  // some rank did, for after the last step; known at once
-  bool result_ready() { return !pending_ || outcome_.done(); }
 
   // With Options::loss_scale: what a loss is to be multiplied by, and where that stands as fp32 in device memory, for
   // kernels that must not wait for result(). The state can be set between steps.
