@@ -139,7 +139,7 @@ TEST(DeviceFailureTest, AnAsynchronousErrorEndsAllRanks) {
         gather(rank, 5, "first");
         const auto group = rank.comm.split(0, rank.comm.rank());
         rank.comm.barrier("all are connected").wait();
-        rank.machine.simulation().hang();
+        rank.machine.simulation().hang(true);
         const auto fail = [&] {
           if (rank.comm.rank() == 1) rank.machine.nccl().fail_asynchronously(1);
         };
@@ -167,7 +167,7 @@ TEST(DeviceFailureTest, ADeviceThatHangsIsGivenUpAfterTheTimeout) {
   const auto all = fates(machine, milliseconds(300), [](const Rank& rank) {
     gather(rank, 5, "first");
     rank.comm.barrier("all have").wait();
-    rank.machine.simulation().hang();
+    rank.machine.simulation().hang(true);
     gather(rank, 5, "gather bucket 7");
   });
   for (const Fate& fate : all) {

@@ -411,9 +411,10 @@ std::vector<std::string> Simulation::problems() const {
   return problems_;
 }
 
-void Simulation::hang() {
+void Simulation::hang(bool hangs) {
   const std::lock_guard lock(mutex_);
-  hangs_ = true;
+  hangs_ = hangs;
+  if (options_.mode == Mode::kEager) run_all();
 }
 
 void Simulation::fail(bool failed) {

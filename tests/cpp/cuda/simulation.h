@@ -101,7 +101,7 @@ class Simulation final : public Runtime {
 
   std::vector<std::string> problems() const;
   std::int64_t live_bytes(int device) const;  // allocated there now
-  void hang();                                // what several streams do together never runs from now on
+  void hang(bool hangs);                      // what several streams do together does not run from now on
   void fail(bool failed);                     // questions for events end in kDevice from now on
 
  private:
