@@ -13,7 +13,7 @@ from zerocore import _data, zero
 from zerocore._accumulation import Accumulation
 from zerocore._device import Host
 from zerocore._optimizer import Optimizer
-from zerocore._params import DTYPES
+from zerocore._param_specs import DTYPES
 from zerocore._part import EnginePart
 from zerocore._units import has_forward, original
 from zerocore.config._batch import resolve_batch

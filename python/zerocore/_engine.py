@@ -19,7 +19,8 @@ from zerocore._checkpoint import Checkpoints
 from zerocore._join import Join
 from zerocore._other_state import broadcast, move_other_state, other_state_bytes, share_other_state
 from zerocore._outcome import GradNorm, Outcomes
-from zerocore._params import DTYPES, ModelParams
+from zerocore._param_specs import DTYPES
+from zerocore._params import ModelParams
 from zerocore._random import named_generator
 from zerocore._reports import Reports, collectives
 from zerocore._saving import Saving

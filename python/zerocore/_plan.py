@@ -14,7 +14,7 @@ import torch
 
 from zerocore import _core, _optimizer, zero
 from zerocore._other_state import cast_other_state, other_state_bytes
-from zerocore._params import DTYPES, ParamsForCore
+from zerocore._param_specs import DTYPES, ParamsForCore
 from zerocore.config import Config
 from zerocore.errors import ConfigError, Error
 

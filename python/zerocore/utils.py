@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _convert, _core, _engine_state, _load, _memory, _params, _units, groups
+from zerocore import _comm, _convert, _core, _engine_state, _load, _memory, _param_specs, _params, _units, groups
 from zerocore._estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -363,7 +363,7 @@ def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> 
 
 
 def _owner(param: torch.nn.Parameter) -> _params.ModelParams:
-    owner = _params.owner_of(param)
+    owner = _param_specs.owner_of(param)
     if owner is None or not owner.is_trained(param):
         raise ConfigError(
             f"[zero] a parameter of shape {tuple(param.shape)}: got one that no open engine trains, expected one of an "

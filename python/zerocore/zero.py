@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as _torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocore import _comm, _core, _init, _memory, _other_state, _params, _released
+from zerocore import _comm, _core, _init, _memory, _other_state, _param_specs, _released
 from zerocore._released import ZeroParamStatus
 from zerocore._units import Unit, choose_units
 from zerocore.config import Config, _json
@@ -259,7 +259,7 @@ class GatheredParameters:
         for param, was_changed in zip(self._params, changed, strict=True):
             if was_changed:
                 _other_state.broadcast([param], self._comm, "changed parameter", root=root)
-                owner = _params.owner_of(param)
+                owner = _param_specs.owner_of(param)
                 if owner is not None:
                     owner.load(param, param.detach())
 
@@ -286,7 +286,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
 
 def _keeper(param: torch.nn.Parameter) -> Any:
     """Who keeps a parameter's values, and its name: an engine's parameters or Init's shards; None for a plain one."""
-    return _params.owner_of(param) or _released.home_of(param)
+    return _param_specs.owner_of(param) or _released.home_of(param)
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
