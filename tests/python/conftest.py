@@ -1,23 +1,26 @@
 """Tests on several ranks: `@pytest.mark.ranks(n)`.
 
-The multi-rank tests of a file with equal n run in one `mpirun -n n python -m pytest FILE::TEST ...`, since importing
-torch on every rank takes seconds. This session (the parent) shows each of them as an item of its own and maps the
-ranks' outcomes back; no fixture of such a test is set up here. The ranks (the workers) load this same file, write down
-each outcome, and go on to the next test together. rank_launch.py holds the launch, docs/testing.md the rules.
+Multi-rank tests with equal n run in one `mpirun -n n python -m pytest FILE::TEST ...`, since importing torch on every
+rank takes seconds. This session (the parent) shows each of them as an item of its own and maps the ranks' outcomes
+back; no fixture of such a test is set up here. The ranks (the workers) load this same file, write down each outcome,
+and go on to the next test together; after the tests of a file they wait until the parent has come to the next file.
+rank_launch.py holds the launch, docs/testing.md the rules.
 """
 
+import collections
 import os
 from pathlib import Path
 
 import pytest
 import simulated_cuda
-from rank_launch import Launcher, OutcomeFile, run_ranks
+from rank_launch import TESTS, Launcher, WorkerOutcomes, run_ranks, wait_until_told
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and bits depend on the number of threads
 
 if simulated_cuda.is_on():
     simulated_cuda.install()
 
+RANKS = pytest.StashKey()
 RANKS_DIR = os.environ.get("ZC_TEST_RANKS_DIR")  # set in workers: where each rank writes its outcomes
 
 
@@ -95,14 +98,25 @@ def ranks_of(item):
 @pytest.hookimpl(trylast=True)  # after -k and -m have selected
 def pytest_collection_modifyitems(config, items):
     if RANKS_DIR:
+        order = {test: at for at, test in enumerate((Path(RANKS_DIR) / TESTS).read_text().split("\n"))}
+        items.sort(key=lambda item: order[item.nodeid])
         return
     launchers = {}
     for i, item in enumerate(items):
         n = ranks_of(item)
         if n > 1:
-            launcher = launchers.setdefault((item.path, n), Launcher(n, config))
+            launcher = launchers.setdefault((n, item.path), Launcher(n, config, config.stash.setdefault(RANKS, {})))
             launcher.tests.append(item.nodeid)
             items[i] = RanksItem.from_parent(item.parent, name=item.name, original=item, launcher=launcher)
+    later = collections.defaultdict(list)  # by n
+    for (n, _), launcher in reversed(launchers.items()):
+        launcher.after = list(later[n])
+        later[n] = launcher.tests + later[n]
+
+
+def pytest_unconfigure(config):
+    for ranks in config.stash.get(RANKS, {}).values():
+        ranks.close()
 
 
 class RanksItem(pytest.Item):
@@ -128,7 +142,8 @@ class Worker:
     """Writes this rank's outcomes down and keeps the ranks together between tests."""
 
     def __init__(self, folder):
-        self.outcomes = OutcomeFile(folder)
+        self.folder = folder
+        self.outcomes = WorkerOutcomes(folder)
 
     def pytest_runtest_logreport(self, report):
         self.outcomes.add_phase(report)
@@ -139,4 +154,6 @@ class Worker:
         if not self.outcomes.finish_test(item.nodeid):
             # A rank failed: the ranks may have left the test at different points, so the next test needs new ones.
             item.session.shouldstop = "a rank failed; the parent starts the remaining tests anew"
+        elif nextitem is not None and not wait_until_told(self.folder, self.outcomes.count):
+            item.session.shouldstop = "the parent needs no more tests"
         return result

@@ -15,7 +15,9 @@ from pathlib import Path
 # A (file, n) is given up after so many launches: each costs the import of torch on every rank, a hung one the timeout.
 MAX_FAILED_LAUNCHES = 8
 MAX_LOST_LAUNCHES = 3  # of them, those that crashed or hung
-GRACE_S = 20.0  # how long a rank waits for the others' outcomes of a test that it failed
+GRACE_S = 20.0  # how long a rank waits for the others' outcomes of a test that it failed, and the parent for its end
+TESTS, TOLD = "tests", "told"  # files: which tests the ranks collect, and how many of them they are to run so far
+END = -1  # instead of that number
 TAIL_LINES = 40
 
 # Open MPI refuses more ranks than cores, and root, unless told otherwise. MPICH does not look at these.
@@ -93,13 +95,33 @@ class Outcome:
     text: str = ""
 
 
-class OutcomeFile:
-    """One rank's outcomes, a JSON line a test. The ranks read each other's to stay together without using MPI."""
+class Outcomes:
+    """One rank's outcomes as they come: a file with a JSON line a test."""
+
+    def __init__(self, path):
+        self.path = path
+        self.found = {}  # {test: Outcome} in the order finished
+        self._read = 0
+
+    def look(self):
+        """Reads what is new; a line that is being written is left for later. Returns how many there are."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                *lines, rest = file.read().split(b"\n")
+                self._read = file.tell() - len(rest)
+            for entry in map(json.loads, lines):
+                self.found[entry["test"]] = Outcome(entry["kind"], entry["text"])
+        return len(self.found)
+
+
+class WorkerOutcomes:
+    """What a rank writes down, and what it reads of the others to stay together with them without using MPI."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.rank, self.size = mpi_rank_and_size()
-        self.path = folder / f"{self.rank}.jsonl"
+        rank, size = mpi_rank_and_size()
+        self.path = folder / f"{rank}.jsonl"
+        self.ranks = [Outcomes(folder / f"{other}.jsonl") for other in range(size)]
         self.count = 0
         self.kind, self.text = "passed", ""
 
@@ -121,93 +143,163 @@ class OutcomeFile:
         self.count += 1
         self.kind, self.text = "passed", ""
         deadline = time.monotonic() + GRACE_S if kind == "failed" else None  # else the parent's timeout bounds it
-        while True:
-            others = [read_outcomes(self.folder / f"{rank}.jsonl") for rank in range(self.size)]
-            if all(len(other) >= self.count for other in others):
-                return all(list(other.values())[self.count - 1].kind != "failed" for other in others)
+        while not all(rank.look() >= self.count for rank in self.ranks):
             if deadline is not None and time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
+        return all(list(rank.found.values())[self.count - 1].kind != "failed" for rank in self.ranks)
 
 
-def read_outcomes(path):
-    """{test: Outcome} in the order finished; a line that is being written is left out."""
-    if not path.exists():
-        return {}
-    lines = path.read_text().split("\n")[:-1]
-    return {entry["test"]: Outcome(entry["kind"], entry["text"]) for entry in map(json.loads, lines)}
+class Ranks:
+    """One mpirun: it runs tests in order, as many as it has been told to so far, and waits for more in between.
+
+    Those of several files share it, since importing torch on every rank takes seconds.
+    """
+
+    def __init__(self, n, tests, rootdir):
+        self.tests = tests
+        self.timed_out = False
+        self._told = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="zc-ranks-")
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        folder = Path(self._folder.name)
+        self._ranks = [Outcomes(folder / f"{rank}.jsonl") for rank in range(n)]
+        (folder / TESTS).write_text("\n".join(tests))  # a file, since thousands of names do not fit a command line
+        self._tell(0)
+        command = ["-m", "pytest", "-m", "", "-p", "no:cacheprovider", f"--rootdir={rootdir}", f"@{folder / TESTS}"]
+        env = {"ZC_TEST_RANKS_DIR": str(folder), "ZC_TEST_PARENT": str(os.getpid())}
+        self._job = start_ranks(n, command, self._output, env, cwd=rootdir)
+
+    def is_next(self, tests):
+        """Whether these are what the ranks wait to run."""
+        return self._job.poll() is None and self.tests[self._told : self._told + len(tests)] == tests
+
+    def run(self, tests, timeout):
+        """Runs the next tests, until all are done or the job has ended. Returns each rank's {test: Outcome}."""
+        self._told += len(tests)
+        self._tell(self._told)
+        progress, since = -1, time.monotonic()
+        while self._job.poll() is None:
+            counts = [rank.look() for rank in self._ranks]
+            if self._told < len(self.tests) and min(counts) >= self._told:
+                break
+            if sum(counts) != progress:
+                progress, since = sum(counts), time.monotonic()
+            elif time.monotonic() - since > timeout:
+                self.timed_out = True
+                break
+            time.sleep(0.02)
+        if self.timed_out or any(each.kind == "failed" for rank in self._ranks for each in rank.found.values()):
+            self._end(GRACE_S if not self.timed_out else 0)
+        for rank in self._ranks:
+            rank.look()
+        return [{test: rank.found[test] for test in tests if test in rank.found} for rank in self._ranks]
+
+    def exit_code(self):
+        """None while the ranks wait for more."""
+        return self._job.poll()
+
+    def last_output(self):
+        self._output.seek(0)
+        return "\n".join(self._output.read().splitlines()[-TAIL_LINES:])
+
+    def close(self):
+        """Ends the ranks; those that wait by themselves."""
+        self._tell(END)
+        self._end(GRACE_S)
+        self._output.close()
+        self._folder.cleanup()
+
+    def _tell(self, count):
+        told = Path(self._folder.name) / TOLD
+        beside = told.with_suffix(".new")
+        beside.write_text(str(count))
+        beside.replace(told)
+
+    def _end(self, grace_s):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._job.wait(grace_s)
+        kill_ranks(self._job)
+
+
+def wait_until_told(folder, count):
+    """In a rank: waits until more than `count` tests are to be run; False when there will be none."""
+    parent = int(os.environ["ZC_TEST_PARENT"])
+    told = folder / TOLD
+    while (allowed := int(told.read_text())) != END and os.path.exists(f"/proc/{parent}"):
+        if allowed > count:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class Launcher:
-    """The launches of one (file, n)."""
+    """The launches for the tests of one file on n ranks.
 
-    def __init__(self, n, config):
+    Args:
+        pool: {n: Ranks}, shared by all files.
+        after: the tests of later files on as many ranks, which may follow in the same job.
+    """
+
+    def __init__(self, n, config, pool):
         self.n = n
         self.config = config
+        self.pool = pool
         self.tests = []  # node ids, in order
+        self.after = []
         self.outcomes = {}
         self.failed_launches = 0
         self.lost_launches = 0
 
     def outcome(self, test):
-        """The merged outcome of a test; launches the ranks when it has not run yet."""
+        """The merged outcome of a test; has the ranks run it when they have not yet."""
         if test not in self.outcomes:
             if self.failed_launches >= MAX_FAILED_LAUNCHES or self.lost_launches >= MAX_LOST_LAUNCHES:
                 reason = f"{self.failed_launches} launches of {self.n} ranks for this file failed before"
                 self.outcomes[test] = Outcome("failed", f"not run: {reason}")
             else:
-                self.launch(self.tests[self.tests.index(test) :])
+                self.launch(self.tests[self.tests.index(test) :], self.after)
         return self.outcomes[test]
 
-    def launch(self, tests):
+    def launch(self, tests, after):
         """Runs tests until all are done or one has failed; at least the first has an outcome afterwards."""
+        ranks = self.pool.get(self.n)
+        if ranks is None or not ranks.is_next(tests):
+            if ranks is not None:
+                ranks.close()
+            ranks = self.pool[self.n] = Ranks(self.n, tests + after, self.config.rootpath)
         timeout = self.config.getoption("--ranks-timeout")
-        with tempfile.TemporaryDirectory(prefix="zc-ranks-") as name, tempfile.TemporaryFile("w+") as output:
-            folder = Path(name)
-            end = self.run(tests, folder, output, timeout)
-            ranks = [read_outcomes(folder / f"{rank}.jsonl") for rank in range(self.n)]
-            output.seek(0)
-            tail = "\n".join(output.read().splitlines()[-TAIL_LINES:])
+        found = ranks.run(tests, timeout)
+        if not any(found) and after:  # whatever it was may have come with another file
+            self.launch(tests, [])
+            return
+        end = "exit code 0" if ranks.exit_code() is None else f"exit code {ranks.exit_code()}"
+        if ranks.timed_out:
+            end = f"no test finished within {timeout:g} s, the ranks were killed"
         for test in tests:
-            found = [rank.get(test) for rank in ranks]
-            if None not in found:
-                self.outcomes[test] = merge(found)
+            each = [rank.get(test) for rank in found]
+            if None not in each:
+                self.outcomes[test] = merge(each)
                 if self.outcomes[test].kind != "failed":
                     continue
             else:
                 parts = [
                     f"--- rank {rank} of {self.n} ---\n{outcome.text}"
-                    for rank, outcome in enumerate(found)
+                    for rank, outcome in enumerate(each)
                     if outcome and outcome.kind == "failed"
                 ]
-                waiting = ", ".join(str(rank) for rank, outcome in enumerate(found) if outcome is None)
-                parts.append(f"rank {waiting} of {self.n} did not finish this test: {end}. End of the output:\n{tail}")
+                waiting = ", ".join(str(rank) for rank, outcome in enumerate(each) if outcome is None)
+                parts.append(
+                    f"rank {waiting} of {self.n} did not finish this test: {end}. End of the output:\n"
+                    f"{ranks.last_output()}"
+                )
                 self.outcomes[test] = Outcome("failed", "\n".join(parts))
                 self.lost_launches += 1
             self.failed_launches += 1
             return
         if end != "exit code 0":  # all tests passed, and then the job failed: say so in the last one
-            self.outcomes[tests[-1]] = Outcome("failed", f"after the last test: {end}. End of the output:\n{tail}")
-
-    def run(self, tests, folder, output, timeout):
-        """One mpirun. Returns how it ended, in words."""
-        rootdir = str(self.config.rootpath)
-        selection = folder / "tests"  # a file, since thousands of names do not fit a command line
-        selection.write_text("\n".join(tests))
-        command = ["-m", "pytest", "-m", "", "-p", "no:cacheprovider", f"--rootdir={rootdir}", f"@{selection}"]
-        job = start_ranks(self.n, command, output, {"ZC_TEST_RANKS_DIR": str(folder)}, cwd=rootdir)
-        try:
-            progress, since = -1, time.monotonic()
-            while (code := job.poll()) is None:
-                size = sum(path.stat().st_size for path in folder.iterdir())
-                if size != progress:
-                    progress, since = size, time.monotonic()
-                elif time.monotonic() - since > timeout:
-                    return f"no test finished within {timeout:g} s, the ranks were killed"
-                time.sleep(0.02)
-            return f"exit code {code}"
-        finally:
-            kill_ranks(job)
+            text = f"after the last test: {end}. End of the output:\n{ranks.last_output()}"
+            self.outcomes[tests[-1]] = Outcome("failed", text)
 
 
 def merge(found):

@@ -111,11 +111,13 @@ def test_any(i):
 
 @pytest.fixture
 def run_pytest(tmp_path):
-    def run(source, *arguments):
+    def run(source, *arguments, **beside):
         for name in ("conftest.py", "rank_launch.py", "simulated_cuda.py"):
             shutil.copy(HERE / name, tmp_path)
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         (tmp_path / "test_it.py").write_text(source)
+        for name, text in beside.items():
+            (tmp_path / f"{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         outcomes = dict(re.findall(r"^test_it.py::(.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", done.stdout, re.M))
@@ -170,6 +172,37 @@ def test_gives_up_when_every_launch_ends_early(run_pytest):
     outcomes, output = run_pytest(EVERY_LAUNCH_ENDS_EARLY)
     assert outcomes == {f"test_any[{i}]": "FAILED" for i in range(5)}
     assert "not run: 3 launches of 2 ranks for this file failed before" in output
+
+
+FILE_OF_SEVERAL = """
+import os, pathlib, pytest, time
+
+@pytest.mark.ranks(3, 2)
+def test_who(world_size):
+    with open("who.txt", "a") as file:
+        file.write(f"{world_size} {os.getpid()} test_NAME\\n")
+
+def test_alone():
+    time.sleep(0.1)
+    assert pathlib.Path("who.txt").read_text().endswith("test_NAME\\n")
+"""
+
+
+def test_files_share_their_ranks_and_wait_for_each_other(run_pytest, tmp_path):
+    names = ["test_it", "test_second", "test_third"]
+    first, *others = (FILE_OF_SEVERAL.replace("test_NAME", f"{name}.py") for name in names)
+    _, output = run_pytest(first, **dict(zip(names[1:], others, strict=True)))
+    assert "9 passed" in output, output
+    ran = [line.split() for line in (tmp_path / "who.txt").read_text().splitlines()]
+    assert [name for _, _, name in ran] == [f"{name}.py" for name in names for _ in range(5)]
+    assert len({(size, pid) for size, pid, _ in ran}) == 5
+    assert all(ended(int(pid)) for _, pid, _ in ran)
+
+
+def test_a_file_that_ends_the_ranks_as_it_is_imported_costs_no_other_file_a_test(run_pytest):
+    outcomes, output = run_pytest(OUTCOMES, "-k", "good or any", test_second=EVERY_LAUNCH_ENDS_EARLY)
+    assert outcomes == {"test_good": "PASSED"}
+    assert output.count("FAILED") >= 5 and "1 passed" in output and "5 failed" in output
 
 
 def ended(pid):
