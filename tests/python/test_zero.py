@@ -579,6 +579,25 @@ def test_a_step_inside_unsharded_is_an_error():
         engine.step()
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("set_grad", [utils.safe_set_full_grad, utils.safe_set_local_grad])
+def test_a_gradient_that_is_set_counts_though_no_micro_batch_has_brought_one(stage, set_grad, world_size):
+    engine = build(stage=stage)
+    used, unused = engine.module.blocks[0][0].weight, engine.module.blocks[1][0].weight
+    before = utils.safe_get_full_fp32_param(unused)
+    with zero.GatheredParameters(used):
+        loss = used.sum()
+    engine.backward(loss)
+    grad = (
+        utils.safe_get_full_grad(unused) if set_grad is utils.safe_set_full_grad else utils.safe_get_local_grad(unused)
+    )
+    assert not grad.any()
+    set_grad(unused, torch.ones_like(grad))
+    engine.step()
+    assert (utils.safe_get_full_fp32_param(unused) < before).all()
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(("stage", "share"), [(0, False), (1, False), (1, True), (3, False)])
 def test_states_can_be_read_and_written_whole_and_in_parts(stage, share, world_size):

@@ -219,6 +219,7 @@ void StepEngine::write_owned_state(int param, StateKind kind, BufferView values)
   const BufferView held = settled_state(param, kind);
   const Range range = owned_range(param, kind);
   const auto [at, bucket] = place(param);
+  if (kind == StateKind::kGrad) reducer_->mark_used(param);
   copy_overlap(values, at.offset + range.begin, held, bucket.owned_offset);
   if (kind != StateKind::kMaster) return;
   copy_overlap(values, at.offset + range.begin, bucket.params, bucket.kept_offset);
@@ -258,6 +259,7 @@ void StepEngine::write_state(int param, StateKind kind, BufferView values) {
   const BufferView held = settled_state(param, kind);
   comm_->broadcast(values, 0, "write state of " + spec.name, stream_).wait(stream_);
   const bool shard_only = kind == StateKind::kGrad;  // another rank's part of it is not this rank's to hold
+  if (kind == StateKind::kGrad) reducer_->mark_used(param);
   copy_overlap(values, at.offset, shard_only ? bucket.grad_shard : held,
                shard_only ? bucket.shard_offset : bucket.owned_offset);
 }

@@ -87,8 +87,8 @@ class StepEngine {
 
   // The part of a parameter whose state of one kind this rank owns, and that part's state. In stage 0 that is all of
   // it, which every rank must set alike; of kGrad it is a shard in every stage. Local; but in the other stages setting
-  // kMaster of a parameter that is kept whole is collective, since every rank then gets the others' parts. What a step
-  // of this kind has not: kConfig.
+  // kMaster of a parameter that is kept whole is collective, since every rank then gets the others' parts, and kGrad is
+  // set by all ranks, which then count the parameter as used. What a step of this kind has not: kConfig.
   struct Range {
     std::int64_t begin = 0;
     std::int64_t end = 0;

@@ -76,6 +76,9 @@ class GradReducer {
   // used[param] is 1 when any rank with a micro-batch has used it since the last reset.
   std::span<const std::uint8_t> used() const { return used_; }
 
+  // The parameter has been given a gradient that no micro-batch has brought. On all ranks alike.
+  void mark_used(int param) { used_[static_cast<std::size_t>(param)] = 1; }
+
   // Begins a new sum: no parameter is used, and accumulators count as +0 whatever they hold. The first reduction of a
   // bucket writes over what is there, so nobody makes a pass over memory to zero it.
   void reset();

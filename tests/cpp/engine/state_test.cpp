@@ -100,6 +100,10 @@ TEST(StateTest, AfterAStepGradientsAreZeroAlsoBesideOneThatIsWritten) {
     std::vector<float> written(static_cast<std::size_t>(kNumels[1]), 2.0f);
     engine.write_state(1, StateKind::kGrad, {written.data(), kNumels[1], DType::kF32, {}});
     expect(2, 0);
+    const std::vector<float> before = read(engine, 1, StateKind::kMaster), other = read(engine, 2, StateKind::kMaster);
+    engine.step(std::vector<optim::Hyper>{s.hyper}, 1, s.max_norm, 0);
+    EXPECT_NE(read(engine, 1, StateKind::kMaster), before);  // it counts, though no micro-batch has used the parameter
+    EXPECT_EQ(read(engine, 2, StateKind::kMaster), other);
   });
 }
 
