@@ -21,22 +21,33 @@ import dataclasses
 import enum
 import logging
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
 
+if TYPE_CHECKING:
+    from zerocore._engine import Engine
+
 logger = logging.getLogger("zerocore")
+
+
+@dataclasses.dataclass(eq=False)
+class Backward:
+    """A call of some engine's backward(): its weight counts for all engines that its loss reaches.
+
+    reached: engines whose backward() it is not, and that have got gradients of it.
+    """
+
+    under_way: ClassVar[Backward | None] = None
+    weight: Any
+    reached: list[Engine] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class Weights:
-    """What this rank's micro-batches of one step weigh; missing: some of them came without a weight.
+    """What this rank's micro-batches of one step weigh; missing: some of them came without a weight."""
 
-    under_way: of the loss that some engine's backward() goes through; it is that of all engines that the loss reaches.
-    """
-
-    under_way: ClassVar[Any] = None
     given: list[float] = dataclasses.field(default_factory=list)
     missing: bool = False
 
@@ -120,6 +131,10 @@ class Accumulation:
                 "one of the two: a step's gradients are divided once. Pass the same in all micro-steps."
             )
         self._is_divided = is_divided
+
+    def step_has_failed(self) -> bool:
+        """Outside of a micro-step: whether step() was called for what has been added up, and has not taken it."""
+        return self.loop is Loop.PER_MICRO_STEP and self.micro_steps >= self._gas
 
     def set_boundary(self, is_boundary: bool) -> None:
         self.loop = Loop.EXPLICIT

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from zerocore import _comm, _core, _data, _device, _init, _memory, _optimizer, _profile, checkpointing, schedulers, zero
-from zerocore._accumulation import Accumulation, Loop, Weights
+from zerocore._accumulation import Accumulation, Backward, Loop, Weights
 from zerocore._agreement import check_agreement
 from zerocore._buffers import RunningStatistics
 from zerocore._calls import Calls
@@ -27,6 +29,8 @@ from zerocore._saving import Saving
 from zerocore._whole_model import WholeModel
 from zerocore.config import Config, as_config
 from zerocore.errors import ConfigError, Error
+
+logger = logging.getLogger("zerocore")
 
 
 class Engine(WholeModel, Saving, Calls):
@@ -120,7 +124,7 @@ class Engine(WholeModel, Saving, Calls):
                 self.comm,
                 device=self._device,
                 units=units,
-                on_first_gradient=self._begin_micro_step,
+                on_foreign_gradient=self._on_foreign_gradient,
                 on_read_gradient=self._end_micro_step_early,
             )
             precision = self.config.precision
@@ -136,7 +140,10 @@ class Engine(WholeModel, Saving, Calls):
         self._ended_early = False  # the micro-step, by somebody who read gradients
         self._losses: list[torch.Tensor] = []  # of this step, to tell the source of a NaN
         self._weights = Weights()
-        self._told_weight = False  # of the open micro-step, by a backward() of this engine
+        self._weighed: Backward | None = None  # the last whose weight, or lack of one, counts in the open micro-step
+        self._in_vain = False  # the only backward() of the open micro-step failed before it brought anything
+        self._saw_forward = False  # since the last micro-step ended
+        self._told_of_unseen_forwards = False
         self._outcomes = Outcomes(self)
         self._optimizer.loss_scale = self.loss_scale
         self._broken_by: str | None = None  # what has left the state in parts
@@ -167,8 +174,9 @@ class Engine(WholeModel, Saving, Calls):
         """Runs the module. In training, random numbers are drawn by name and the user's generator is left as it was."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._params.gradients.in_micro_step and self._accumulation.forward_ends_micro_step():
+        if self._params.gradients.in_micro_step and self._accumulation.forward_ends_micro_step() and not self._in_vain:
             self._end_micro_step()
+        self._saw_forward = True
         if not self.module.training:
             return self.module(*args, **kwargs)
         if self._joining is not None:
@@ -229,25 +237,33 @@ class Engine(WholeModel, Saving, Calls):
         if isinstance(weight, torch.Tensor) and weight.is_cuda:
             weight = weight.cpu()  # once, before backward: it waits for what computes the weight
         self._accumulation.set_divided(not scale_wrt_gas)
+        self._check_forwards()
         self._begin_micro_step()
-        if self._had_micro_batch:
-            self._weights.add(weight)
-            self._told_weight = True
-            self._losses.append(loss.detach())
-        scaled = self._params.scale_loss(loss)
+        before = dataclasses.replace(self._weights, given=[*self._weights.given])
+        weighed, losses = self._weighed, len(self._losses)
+        backward, around = Backward(weight), Backward.under_way
         try:
-            Weights.under_way = weight
+            self._weigh(backward)
+            if self._had_micro_batch:
+                self._losses.append(loss.detach())
+            scaled = self._params.scale_loss(loss)
+            Backward.under_way = backward
             with self._params.backward():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException as error:
-            if self._params.gradients.took_any:
-                self._broken_by = (
-                    f"an earlier backward() failed ({type(error).__name__}: {error}) and the gradients of its "
-                    "micro-batch are partly in, on this rank only"
-                )
+            for engine in (self, *backward.reached):
+                if engine._params.gradients.took_any:
+                    engine._broken_by = (
+                        f"an earlier backward() failed ({type(error).__name__}: {error}) and the gradients of its "
+                        "micro-batch are partly in, on this rank only"
+                    )
+            if self._broken_by is None:
+                self._weights, self._weighed, self._in_vain = before, weighed, weighed is None
+                del self._losses[losses:]
             raise
         finally:
-            Weights.under_way = None
+            Backward.under_way = around
+            backward.reached.clear()
         if weight is not None:
             return loss.detach() / (float(weight) or 1.0)
         managed = self.config.managed_gradient_accumulation and scale_wrt_gas
@@ -269,8 +285,9 @@ class Engine(WholeModel, Saving, Calls):
         """
         self._check_may_step()
         pending = self._accumulation.micro_steps > 0 and self._accumulation.forward_ends_micro_step()
-        if not self._params.gradients.in_micro_step and not pending and not self._ended_early:
-            raise ConfigError("[engine] step: no gradients, expected a backward() since the last step().")
+        if self._in_vain or not (self._params.gradients.in_micro_step or pending or self._ended_early):
+            failed = ": the last one failed. Call it again, for another batch" if self._in_vain else ""
+            raise ConfigError(f"[engine] step: no gradients, expected a backward() since the last step(){failed}.")
         if self._params.gradients.in_micro_step:
             self._end_micro_step()
         self._ended_early = False
@@ -338,13 +355,16 @@ class Engine(WholeModel, Saving, Calls):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the open micro-step, if there is one; `step()` needs no call of this. Collective then.
 
-        In a loop of PyTorch's kind (see `managed_gradient_accumulation`) it drops all gradients since the last step.
+        In a loop of PyTorch's kind (see `managed_gradient_accumulation`), and after a step() that failed, it drops all
+        gradients since the last step.
 
         Raises:
             ConfigError: the step's earlier micro-batches are already added up with it.
         """
+        is_open = self._params.gradients.in_micro_step or self._ended_early
         loop_drops_all = self._accumulation.loop is Loop.PER_STEP and self._accumulation.micro_steps > 0
-        if not self._params.gradients.in_micro_step and not self._ended_early and not loop_drops_all:
+        loop_drops_all |= not is_open and self._accumulation.step_has_failed()
+        if not is_open and not loop_drops_all:
             return
         if self._joining is not None:
             self._joining.check_drop()
@@ -364,6 +384,7 @@ class Engine(WholeModel, Saving, Calls):
         self._forwards = 0
         self._losses, self._weights = [], Weights()
         self._broken_by = None
+        self._in_vain = self._saw_forward = False
 
     # What happened
 
@@ -539,14 +560,43 @@ class Engine(WholeModel, Saving, Calls):
                 "[engine] got a backward() after the gradient was read or set, which ended the micro-step, expected "
                 "step() first. Read gradients after the micro-step's last backward()."
             )
+        self._in_vain = False
         if not self._params.gradients.in_micro_step:
             if self._joining is not None:
                 self._joining.begin_micro_step()
             self._had_micro_batch = self._accumulation.has_micro_batch()
-            self._told_weight = Weights.under_way is not None  # the loss is another engine's
-            if self._told_weight and self._had_micro_batch:
-                self._weights.add(Weights.under_way)
+            self._weighed = None
             self._params.begin_micro_step(has_micro_batch=self._had_micro_batch)
+
+    def _check_forwards(self) -> None:
+        """At a backward(): where forwards tell micro-batches apart, the engine must see them."""
+        if (
+            self._told_of_unseen_forwards
+            or self._saw_forward
+            or not self._params.gradients.in_micro_step
+            or not self._accumulation.forward_ends_micro_step()
+        ):
+            return
+        self._told_of_unseen_forwards = True
+        logger.warning(
+            "[engine] backward: got a second call, and no forward of the engine before either: taken as two losses of "
+            "one micro-batch, which add up. If they are of two, compute each by engine(...), not by the module or "
+            "another method of it: the engine tells micro-batches apart by its forwards."
+        )
+
+    def _on_foreign_gradient(self) -> None:
+        """Before a gradient is taken whose loss is another engine's, or nobody's."""
+        if self._in_vain or not self._params.gradients.in_micro_step:
+            self._begin_micro_step()
+        backward = Backward.under_way
+        if backward is not None and backward is not self._weighed:
+            self._weigh(backward)
+            backward.reached.append(self)
+
+    def _weigh(self, backward: Backward) -> None:
+        if self._had_micro_batch:
+            self._weights.add(backward.weight)
+        self._weighed = backward
 
     def _check_all_here(self, call: str) -> None:
         if self._joining is not None:
@@ -559,6 +609,7 @@ class Engine(WholeModel, Saving, Calls):
         self._accumulation.reset()
         self._ended_early = False
         self._forwards = 0
+        self._in_vain = self._saw_forward = False
         self._losses, self._weights = [], Weights()
         self.comm.set_activity(f"step {self.global_steps}")
 
@@ -571,7 +622,7 @@ class Engine(WholeModel, Saving, Calls):
 
     def _end_micro_step(self) -> None:
         self._check_whole()
-        if self._had_micro_batch and not self._told_weight:  # its gradients came by loss.backward()
+        if self._had_micro_batch and self._weighed is None:  # its gradients came by loss.backward()
             self._weights.add(None)
         self._params.end_micro_step()
         self._statistics.end_micro_step(counts=self._had_micro_batch)
@@ -580,6 +631,7 @@ class Engine(WholeModel, Saving, Calls):
             self._joining.end_micro_step()
         self.micro_steps += 1
         self._forwards = 0
+        self._saw_forward = False
 
     def _end_micro_step_early(self) -> float:
         """For who reads gradients before step(): folds them all; what they are to be divided by. Collective."""

@@ -22,7 +22,8 @@ class Gradients:
         trained: (the core's number, (name, parameter)) of each parameter that is trained.
         scaled: gradients are those of a scaled loss, so that they may come from engine.backward() only.
         follow: called before the core takes gradients.
-        on_first: called when a gradient arrives outside a micro-step; must begin one.
+        on_foreign: called for each gradient outside backward(), which some loss brings that is not this engine's; must
+            begin a micro-step where none is open.
     """
 
     def __init__(
@@ -32,13 +33,13 @@ class Gradients:
         *,
         scaled: bool,
         follow: Callable[[], None],
-        on_first: Callable[[], None],
+        on_foreign: Callable[[], None],
     ) -> None:
         self._core = core
         self._names = {index: name for index, (name, _) in trained}
         self._params = {index: param for index, (_, param) in trained}
         self._scaled = scaled
-        self._on_first = on_first
+        self._on_foreign = on_foreign
         self._follow = follow
         self._in_bucket: dict[int, list[int]] = {}
         for index in self._params:
@@ -69,8 +70,8 @@ class Gradients:
                     "loss.backward(); when the loss is "
                     "another engine's, switch this one's parameters off with requires_grad_(False) meanwhile."
                 )
-            if not self.in_micro_step:
-                self._on_first()
+            if not self._in_backward:
+                self._on_foreign()
             self._arrived = True
             grad = param.grad
             assert grad is not None

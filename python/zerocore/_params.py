@@ -38,7 +38,7 @@ class ModelParams(ParamsForCore):
 
     Args:
         units: as for ParamsForCore.
-        on_first_gradient: called when a gradient arrives outside a micro-step; must begin one.
+        on_foreign_gradient: as Gradients' on_foreign.
         on_read_gradient: ends the open micro-step and returns what the gradients are to be divided by.
 
     Raises:
@@ -55,7 +55,7 @@ class ModelParams(ParamsForCore):
         *,
         device: Host,
         units: list[Unit],
-        on_first_gradient: Callable[[], None],
+        on_foreign_gradient: Callable[[], None],
         on_read_gradient: Callable[[], float],
     ) -> None:
         super().__init__(model, optimizer, config, units)
@@ -93,7 +93,7 @@ class ModelParams(ParamsForCore):
             [entry for entry, is_trained in zip(enumerate(named), self._is_trained, strict=True) if is_trained],
             scaled=self._scaled,
             follow=self.follow,
-            on_first=on_first_gradient,
+            on_foreign=on_foreign_gradient,
         )
         for param in self.params:
             param._zc_owner = self  # type: ignore[attr-defined]

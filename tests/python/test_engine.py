@@ -470,6 +470,22 @@ def test_zero_grad_inside_an_accumulation():
     assert loop.module.weight.item() == 7
 
 
+def test_forwards_that_the_engine_does_not_see_are_told_of(caplog):
+    for see, told in ((True, 0), (False, 1)):
+        engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+        for k in range(2):
+            engine.set_gradient_accumulation_boundary(k == 1)
+            x = torch.ones(1, 1)
+            engine.backward((engine(x) if see else engine.module(x)).sum())
+        engine.step()
+        assert caplog.text.count("and no forward of the engine before either") == told
+    loss = engine(torch.ones(1, 1)).sum()
+    for _ in range(2):  # two losses of a micro-batch that was seen
+        engine.backward(loss, retain_graph=True)
+    engine.step()
+    assert caplog.text.count("and no forward of the engine before either") == 1
+
+
 def test_model_and_engine_that_came_apart():
     for part in (lambda e: setattr(e.module.weight, "data", torch.ones(1, 1)), lambda e: e.module.to(torch.bfloat16)):
         engine = zerocore.Engine(one_weight(), config())

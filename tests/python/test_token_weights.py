@@ -214,6 +214,88 @@ def test_a_loss_through_two_engines_has_its_weight_in_both(world_size):
     assert second.get_global_grad_norm() == 12.0
 
 
+@pytest.mark.ranks(1, 2)
+def test_all_losses_of_a_micro_batch_have_their_weights_in_the_engines_they_reach(world_size):
+    """And a loss without a weight, after one that has one, is noticed in all of them."""
+    trunk, head = (zerocore.Engine(one_weight(2.0), config()) for _ in range(2))
+    for x, weight in ((1.0, 10), (2.0, 30)):
+        head.backward(head(trunk(torch.full((weight, 1), x))).sum(), weight=weight)
+    trunk.step()
+    head.step()
+    mean = 2 * (10 * 1.0 + 30 * 2.0) / 40  # of d(loss)/d(weight), through the other's weight of 2
+    assert trunk.get_global_grad_norm() == head.get_global_grad_norm() == mean
+    head.backward(head(trunk(torch.ones(1, 1))).sum(), weight=1)
+    head.backward(head(trunk(torch.ones(1, 1))).sum())
+    with pytest.raises(ConfigError, match="got a weight for some micro-batches of this step and none for others"):
+        trunk.step()
+
+
+class Fails(torch.autograd.Function):
+    """Passes values on; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("too long a sequence")
+
+
+@pytest.mark.parametrize("loop", ["step() each", "one step()", "flag"])
+def test_a_backward_that_failed_before_anything_came_weighs_and_counts_nothing(loop):
+    def run(weight, *, fails):
+        settings = config(gradient_accumulation_steps=3, managed_gradient_accumulation=loop != "one step()")
+        engine = zerocore.Engine(one_weight(2.0), settings)
+        for k in range(3):
+            if loop == "flag":
+                engine.set_gradient_accumulation_boundary(k == 2)
+            if fails:
+                with pytest.raises(MemoryError):
+                    engine.backward(Fails.apply(engine(torch.ones(1, 1))).sum(), **weight(100))
+                with pytest.raises(ConfigError, match=r"no gradients, expected a backward\(\).*the last one failed"):
+                    engine.step()
+            engine.backward(engine(torch.full((1, 1), k + 1.0)).sum(), **weight(k))
+            if loop == "step() each":
+                engine.step()
+        if loop != "step() each":
+            engine.step()
+        assert engine.was_step_applied()
+        return engine.module.weight.item(), engine.get_global_grad_norm()
+
+    for weight in (lambda k: {"weight": k}, lambda k: {}):
+        assert run(weight, fails=True) == run(weight, fails=False)
+
+
+def test_a_backward_that_failed_after_something_came_breaks_all_engines_it_reached():
+    first, second = (zerocore.Engine(one_weight(2.0), config()) for _ in range(2))
+    with pytest.raises(MemoryError):
+        second.backward(second(first(Fails.apply(torch.ones(1, 1, requires_grad=True)))).sum(), weight=1)
+    for engine in (first, second):
+        with pytest.raises(zerocore.errors.Error, match=r"state is not whole: an earlier backward\(\) failed"):
+            engine.step()
+        engine.zero_grad()
+        engine.backward(engine(torch.ones(1, 1)).sum(), weight=1)
+        engine.step()
+        assert engine.get_global_grad_norm() == 1.0
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_a_failed_step_has_left_can_be_dropped(world_size):
+    engine = zerocore.Engine(one_weight(2.0), config(gradient_accumulation_steps=2))
+    for k in range(2):
+        engine.backward(engine(torch.full((1, 1), 1000.0)).sum(), weight=0)
+        if k == 0:
+            engine.step()
+    with pytest.raises(ConfigError, match="add up to 0 on all ranks"):
+        engine.step()
+    engine.zero_grad()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 1)).sum(), weight=1)
+        engine.step()
+    assert engine.get_global_grad_norm() == 1.0
+
+
 @pytest.mark.ranks(2)
 def test_nothing_weighs_anything():
     engine = zerocore.Engine(one_weight(), config())
