@@ -34,7 +34,7 @@ test: environment-test  ## all C++ and Python tests
 	@$(RUN) ctest --test-dir build/$(PRESET) --output-on-failure -j 2
 	@$(RUN) python -m pytest $(ARGS)
 	@echo "engines on simulated GPUs"
-	@ZC_TEST_SIMULATED_CUDA=$$(echo build/$(PRESET)/simulated/_core*.so) $(RUN) python -m pytest $(SIMULATED) $(ARGS)
+	@ZC_TEST_SIMULATED_CUDA=$$(echo build/$(PRESET)/simulated/_core*.so) $(RUN) python -m pytest $(SIMULATED)
 
 soak: environment-test  ## the long tests: nothing grows, nothing saved is lost to a crash, killed ranks leave nothing
 	@tools/debian-packages libgtest-dev

@@ -98,7 +98,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu.strip(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_GiB": round(int(memory) / 2**20, 1),
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}",
         "versions": versions,
         "load_before": round(os.getloadavg()[0], 1),
     }

@@ -10,7 +10,7 @@ import shutil
 
 from step_report import Report, run_command, run_step
 
-NEEDED = ("torch", "numpy", "pydantic", "xxhash", "pybind11")
+NEEDED = ("torch", "pydantic", "xxhash", "pybind11")
 WANTED = ("mpi4py", "mpich", "nvidia-nccl-cu13")  # two ranks; more than one GPU
 
 

@@ -124,7 +124,8 @@ void bind_comm(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "Collectives over a group of ranks.")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("backend", &Communicator::backend, "'self', 'mpi' or 'shm'.")
+      .def_property_readonly("backend", &Communicator::backend,
+                             "'self', 'mpi', 'shm'; on GPUs 'nccl' or 'staged'; 'plan' where nothing is sent.")
       .def_property(
           "timeout_ms", [](const Communicator& self) { return self.timeout().count(); },
           [](Communicator& self, std::int64_t value) { self.set_timeout(milliseconds(value)); },

@@ -73,6 +73,8 @@ class Weights:
 
 
 class Loop(enum.Enum):
+    """What `step()` means in the user's loop."""
+
     UNDECIDED = "no step() yet; forward after backward ends a micro-step"
     PER_MICRO_STEP = "step() ends a micro-step"
     PER_STEP = "forward after backward ends a micro-step, every step() is a boundary"

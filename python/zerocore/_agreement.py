@@ -8,6 +8,7 @@ import json
 import torch
 
 from zerocore import _core
+from zerocore._exchange import gather_json
 from zerocore._optimizer import Optimizer, plain_settings
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError
@@ -42,9 +43,7 @@ def check_agreement(
     digests = comm.gather_bytes(hashlib.sha256(text).digest(), "compare config and model")
     if len(set(digests)) == 1:
         return
-    sizes = [int.from_bytes(b, "little") for b in comm.gather_bytes(len(text).to_bytes(8, "little"), "compare sizes")]
-    texts = comm.gather_bytes(text.ljust(max(sizes)), "find the difference")
-    by_rank = [json.loads(t) for t in texts]
+    by_rank = gather_json(comm, lines, "find the difference")
     for position in range(max(len(each) for each in by_rank)):
         here = [each[position] if position < len(each) else "(nothing)" for each in by_rank]
         if len(set(here)) > 1:

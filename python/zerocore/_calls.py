@@ -76,6 +76,9 @@ class Calls(EnginePart):
         Args:
             backend, compile_kwargs: as torch.compile takes them.
             schedule, compiled_autograd_enabled: must be None and False: there are no passes to schedule.
+
+        Raises:
+            UnsupportedError: they are not.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise UnsupportedError(
@@ -95,6 +98,7 @@ class Calls(EnginePart):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether compile() was called."""
         return getattr(self, "_is_compiled", False)
 
     def to(self, *args: Any, **kwargs: Any) -> Calls:
@@ -140,9 +144,14 @@ class Calls(EnginePart):
         """A loader of this rank's micro-batches of a data set, as Engine(training_data=...) makes one.
 
         Args:
+            dataset: with a length and an item for each index.
+            collate_fn: makes a micro-batch of a list of samples; by default torch's.
             batch_size: None, or samples a micro-batch as configured.
             route, data_sampler: must be "train" and None: the engine deals samples in its own order.
             pin_memory, num_local_io_workers: no effect; data.num_workers counts.
+
+        Raises:
+            UnsupportedError: another batch size, route or sampler.
         """
         for name, got, expected in (
             ("batch_size", batch_size, (None, self.config.micro_batch_size)),
@@ -232,15 +241,19 @@ class Calls(EnginePart):
     # Settings
 
     def zero_optimization(self) -> bool:
+        """Whether the ZeRO stage is above 0."""
         return self.config.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
+        """0 to 3."""
         return self.config.zero.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded: stage 2 or 3."""
         return self.config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded: stage 3."""
         return self.config.zero.stage == 3
 
     def gradient_clipping(self) -> float:
@@ -248,21 +261,26 @@ class Calls(EnginePart):
         return self.config.gradient_clipping
 
     def fp16_enabled(self) -> bool:
+        """Whether forward and backward compute in fp16."""
         return self._computes_in() == "fp16"
 
     def bfloat16_enabled(self) -> bool:
+        """Whether forward and backward compute in bf16."""
         return self._computes_in() == "bf16"
 
     def _computes_in(self) -> str:
         return self.config.precision.compute_dtype or self.config.precision.dtype
 
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts to overflows."""
         return self._params.loss_scale() is not None and self.config.precision.loss_scale.static_scale is None
 
     def steps_per_print(self) -> int | None:
+        """Steps between two lines of the log; None: no lines."""
         return self.config.steps_per_print
 
     def optimizer_name(self) -> str:
+        """The type of the optimizer, as the configuration spells it."""
         return self._optimizer.type
 
     def scheduler_name(self) -> str | None:
@@ -276,16 +294,16 @@ class Calls(EnginePart):
     # Not here
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises UnsupportedError: this version has one tier of memory."""
-        _one_tier("offload_states")
+        """Raises UnsupportedError: states are not moved between tiers of memory."""
+        _no_tiers("offload_states")
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises UnsupportedError: this version has one tier of memory."""
-        _one_tier("reload_states")
+        """Raises UnsupportedError: states are not moved between tiers of memory."""
+        _no_tiers("reload_states")
 
 
-def _one_tier(call: str) -> NoReturn:
+def _no_tiers(call: str) -> NoReturn:
     raise UnsupportedError(
-        f"[engine] {call}: got a call to move states between tiers of memory, expected none: this version has one "
-        "tier, the host's. Call destroy() to free an engine's memory."
+        f"[engine] {call}: got a call to move states between tiers of memory, expected none: this version "
+        "does not move them. Call destroy() to free an engine's memory."
     )

@@ -43,13 +43,13 @@ class Engine(WholeModel, Saving, Calls):
     What it does not have itself it has from the module: `engine.generate(...)`.
 
     Args:
-        model: any torch module on the CPU. Parameters are moved, in place, into the engine's buckets in the dtype of
-            the precision config; rank 0's values count. Gradients are taken by the engine: `p.grad` is None after
-            `backward`.
+        model: any torch module, on the CPU or on the engine's device. Parameters are moved, in place, into the
+            engine's buckets in the dtype of the precision config; rank 0's values count. Gradients are taken by the
+            engine: `p.grad` is None after `backward`.
         config: a zerocore.Config, or DeepSpeed's JSON as a dict or a path.
-        optimizer: a fresh torch.optim.AdamW, Adam, SGD or Adagrad over the model's parameters (its groups and
-            hyperparameters are honoured), or a function of the parameters that returns one; by default the config's.
-            Other classes run with allow_untested_optimizer.
+        optimizer: a fresh torch.optim.AdamW, Adam, SGD or Adagrad, or ops.lion.FusedLion, over the model's parameters
+            (its groups and hyperparameters are honoured), or a function of the parameters that returns one; by default
+            the config's. Other classes run with allow_untested_optimizer.
         lr_scheduler: an object with step(), or a function of the optimizer that returns one; by default the config's.
             It is stepped after each optimizer step that was applied.
         training_data: a map-style dataset; `engine.training_dataloader` then deals this rank's micro-batches.
@@ -487,18 +487,22 @@ class Engine(WholeModel, Saving, Calls):
 
     @property
     def rank(self) -> int:
+        """This rank's number, from 0 to world_size - 1."""
         return self.comm.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks train together."""
         return self.comm.size
 
     @functools.cached_property
     def local_rank(self) -> int:
+        """This rank's number on its machine."""
         return _comm.local_rank()
 
     @property
     def global_rank(self) -> int:
+        """This rank's number, from 0 to world_size - 1."""
         return self.comm.rank
 
     @property
@@ -513,6 +517,7 @@ class Engine(WholeModel, Saving, Calls):
 
     @property
     def device(self) -> torch.device:
+        """Where the parameters are."""
         return self._device.torch
 
     @property
@@ -522,11 +527,13 @@ class Engine(WholeModel, Saving, Calls):
 
     @property
     def optimizer(self) -> _optimizer.Optimizer:
+        """The parameter groups and their settings. Waits for the outcome of the last step."""
         self._outcomes.settle()
         return self._optimizer
 
     @property
     def lr_scheduler(self) -> Any:
+        """The scheduler, or None. Waits for the outcome of the last step."""
         self._outcomes.settle()
         return self._scheduler
 

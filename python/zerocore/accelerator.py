@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from zerocore import _comm, _core
+from zerocore import _comm, _core, comm
 
 
 class Accelerator:
@@ -40,15 +40,15 @@ class Accelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Of torch.distributed."""
-        return "gloo"
+        """The backend of the group that init_distributed() makes."""
+        return comm.BACKEND
 
     def is_bf16_supported(self) -> bool:
-        """Of everything that torch computes on a CPU."""
+        """True: torch computes in it on every device."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Of everything that torch computes on a CPU."""
+        """True: torch computes in it on every device."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -88,15 +88,11 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_device(device_index)
 
     def is_available(self) -> bool:
-        """It is."""
+        """Whether torch sees a device."""
         return torch.cuda.is_available()
 
-    def communication_backend_name(self) -> str:
-        """Of torch.distributed."""
-        return "nccl"
-
     def is_bf16_supported(self) -> bool:
-        """Of the process's device."""
+        """Whether the process's device computes in it."""
         return bool(torch.cuda.is_bf16_supported())
 
     def synchronize(self, device_index: int | None = None) -> None:

@@ -23,7 +23,7 @@ from zerocore.errors import ConfigError, UnsupportedError
 logger = logging.getLogger("zerocore")
 
 _dist: Any = torch.distributed  # a build of torch may have no more than its is_available()
-BACKEND = "gloo"  # of tensors on the CPU
+BACKEND = "gloo"  # for a script's own messages; engines have communicators of their own
 
 
 def init_distributed(
@@ -43,7 +43,7 @@ def init_distributed(
     Also sets what other launchers have in the environment: RANK, WORLD_SIZE, LOCAL_RANK.
 
     Args:
-        dist_backend: "gloo", or anything, which is then said and taken as "gloo": parameters are on the CPU.
+        dist_backend: "gloo"; any other is named in a warning and taken as "gloo".
         timeout: of collectives; by default that of the ranks' communicator.
         dist_init_required: False: do nothing.
         rank, world_size: -1, or what MPI says.
@@ -73,7 +73,7 @@ def init_distributed(
             )
         return
     if dist_backend not in (None, BACKEND) and world.rank == 0:
-        logger.warning("[comm] init_distributed: got backend %r; %r is used, on the CPU.", dist_backend, BACKEND)
+        logger.warning("[comm] init_distributed: got backend %r; %r is used.", dist_backend, BACKEND)
     tell_environment()
     wait = timeout if timeout is not None else datetime.timedelta(milliseconds=world.timeout_ms)
     _dist.init_process_group(BACKEND, store=_meet(world, wait), rank=world.rank, world_size=world.size, timeout=wait)

@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 
-from zerocore import _comm, _convert, _core, _engine_state, _load, _memory, _param_specs, _params, _units, groups
+from zerocore import (
+    _comm,
+    _convert,
+    _core,
+    _engine_state,
+    _load,
+    _memory,
+    _param_specs,
+    _params,
+    _restore,
+    _units,
+    groups,
+)
 from zerocore._estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -80,12 +92,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             continue
         part = entry.part(_engine_state.MASTER) or entry.part(_engine_state.VALUE)
         assert part is not None
-        dtype = _engine_state.TORCH_DTYPES[part.dtype]
-        flat = torch.frombuffer(checkpoint.read_part(entry, part), dtype=dtype) if entry.numel else torch.empty(0)
-        order = list(range(len(entry.shape))) if entry.order is None else entry.order
-        value = flat.to(dtype).view([entry.shape[d] for d in order])
-        value = value.permute([order.index(d) for d in range(len(order))])
-        state |= dict.fromkeys([entry.name, *entry.ties], value)
+        state |= dict.fromkeys([entry.name, *entry.ties], _restore.read_tensor(checkpoint, entry, part))
     return state
 
 

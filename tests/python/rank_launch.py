@@ -20,8 +20,8 @@ TESTS, TOLD = "tests", "told"  # files: which tests the ranks collect, and how m
 END = -1  # instead of that number
 TAIL_LINES = 40
 
-# Open MPI refuses more ranks than cores, and root, unless told otherwise. MPICH does not look at these.
 OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # which init_distributed() has set here, perhaps
+# Open MPI refuses more ranks than cores, and root, unless told otherwise. MPICH does not look at these.
 OPEN_MPI_ENV = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 if os.getuid() == 0:
     OPEN_MPI_ENV |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

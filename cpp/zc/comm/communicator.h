@@ -58,7 +58,7 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  virtual const char* backend() const = 0;  // "self", "local", "mpi", "shm"
+  virtual const char* backend() const = 0;  // "self", "local", "mpi", "shm", "nccl", "staged", "plan"
 
   // Whether collectives may be given memory of this device.
   virtual bool takes(DeviceId device) const { return device.type == DeviceType::kCpu; }

@@ -1,4 +1,4 @@
-// Coroutines that wait for messages: what a collective is on the progress thread.
+// Coroutines that wait for messages: what a collective is to the endpoint that drives it.
 #pragma once
 
 #include <coroutine>
@@ -9,7 +9,7 @@ namespace zc::comm {
 
 // A coroutine that runs when it is called, until it first suspends (`co_await std::suspend_always{}`) or ends. A task
 // that co_awaits another suspends with it and gets its exception. Arguments taken by reference must outlive the task.
-// All of a task, its end included, happens on one thread.
+// One thread at a time runs a task; which one may change from turn to turn.
 class Task {
  public:
   struct promise_type;

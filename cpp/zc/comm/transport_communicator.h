@@ -8,8 +8,8 @@
 
 namespace zc::comm {
 
-// The communicator of all ranks that `transport` connects. Starts the rank's progress thread, which from then on is the
-// only one to call the transport.
+// The communicator of all ranks that `transport` connects. Starts the rank's progress thread. Without a doorbell it
+// alone calls the transport; with one, whoever drives does (endpoint.h).
 std::shared_ptr<Communicator> make_transport_communicator(std::unique_ptr<Transport> transport, Options options = {});
 
 }  // namespace zc::comm

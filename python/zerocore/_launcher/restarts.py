@@ -45,7 +45,7 @@ class Restarts:
             return Decision(
                 None, f"{FRUITLESS} restarts in a row ended without a new checkpoint: the job fails before it gets on"
             )
-        if left < max(self._min_ranks, 1):
-            return Decision(None, f"{left} of {ranks} ranks are left, and --min-ranks is {max(self._min_ranks, 1)}")
+        if left < self._min_ranks:
+            return Decision(None, f"{left} of {ranks} ranks are left, and --min-ranks is {self._min_ranks}")
         self.count += 1
         return Decision(left, f"restart {self.count} of {self._most}")

@@ -38,14 +38,13 @@ class Server:
 
     Args:
         ranks: of the run.
-        host: the address to listen at, which the ranks must reach. Ranks of this machine only reach the default.
         wakeup: a socket whose input ends a poll() early.
     """
 
-    def __init__(self, *, ranks: int, host: str = "127.0.0.1", wakeup: socket.socket | None = None) -> None:
+    def __init__(self, *, ranks: int, wakeup: socket.socket | None = None) -> None:
         self._ranks = ranks
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # for ranks of this machine
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

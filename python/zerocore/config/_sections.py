@@ -68,7 +68,7 @@ class OptimizerConfig:
     """muon: Newton-Schulz iterations."""
 
     def _contradictions(self) -> Iterator[str]:
-        yield from _without_effect(self, "optimizer", _foreign(OPTIMIZER_KEYS, self.type))
+        yield from _without_effect(self, "optimizer", _keys_of_others(OPTIMIZER_KEYS, self.type))
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             yield (
                 f"optimizer.nesterov: got momentum {self.momentum} and dampening {self.dampening}, expected "
@@ -161,7 +161,7 @@ class SchedulerConfig:
     """Steps already made, less one; -1 starts afresh. Not of torch's, which have last_epoch."""
 
     def _contradictions(self) -> Iterator[str]:
-        yield from _without_effect(self, "scheduler", _foreign(SCHEDULER_KEYS, self.type))
+        yield from _without_effect(self, "scheduler", _keys_of_others(SCHEDULER_KEYS, self.type))
         if self.type in TORCH_SCHEDULERS:
             yield from _without_effect(self, "scheduler", ("last_batch_iteration",))
         for name in NEEDED.get(self.type, ()):
@@ -212,7 +212,7 @@ class LossScaleConfig:
     consecutive_hysteresis: Bool = False
     """True: a step without overflow restores the full hysteresis; False: only a doubling does."""
     min_scale: PositiveFloat = 1.0
-    """The dynamic scale stays above; an overflow at this scale ends the training, unless on_nonfinite is "clamp"."""
+    """The dynamic scale falls no further; an overflow there ends the training, unless on_nonfinite is "clamp"."""
 
     def _contradictions(self) -> Iterator[str]:
         if self.static_scale is None and self.min_scale > 2.0**self.initial_scale_power:
@@ -268,7 +268,7 @@ class ZeroConfig:
     max_reuse_numel: NonNegativeInt = 1_000_000_000
     """Stage 3: a gathered unit is kept if it is used again within so many elements."""
     prefetch_numel: NonNegativeInt = 50_000_000
-    """Stage 3: elements gathered ahead of their use, in the order of the last step; 0: none."""
+    """Stage 3: elements gathered ahead of their use, in the order of the last micro-step; 0: none."""
     gather_16bit_weights_on_save: Bool = False
     """Stage 3: saving a 16-bit model gathers its whole weights."""
 
@@ -371,7 +371,7 @@ class FlopsProfilerConfig:
     """Forwards that the backward runs again, for the estimate of a whole step's FLOPs."""
 
 
-def _foreign(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
+def _keys_of_others(keys: dict[str, tuple[str, ...]], own: str) -> tuple[str, ...]:
     """The keys of the other types."""
     every = dict.fromkeys(name for names in keys.values() for name in names)
     return tuple(name for name in every if name not in keys[own])

@@ -234,7 +234,9 @@ TABLE: tuple[Key, ...] = (
         "a weight that a layer saved for backward is released all the same",
     ),
     no_effect("zero_optimization.override_module_apply", Bool, "initialisers always see whole parameters"),
-    no_effect("zero_optimization.pipeline_loading_checkpoint", Bool, "there is no checkpoint to load", off=(False,)),
+    no_effect(
+        "zero_optimization.pipeline_loading_checkpoint", Bool, "each rank reads only what it keeps", off=(False,)
+    ),
     no_effect("zero_optimization.log_trace_cache_warnings", Bool, "the order of units may change", off=(False,)),
     no_effect("zero_optimization.enable_sanity_checks", Bool, "ranks are always compared"),
     no_effect(f"{_OFFLOAD}.device", OffloadDevice, _ON_CPU, off=("none",)),
@@ -363,7 +365,7 @@ TABLE: tuple[Key, ...] = (
     no_effect("checkpoint.use_node_local_storage", Bool, "a checkpoint is a folder that all ranks see", off=(False,)),
     no_effect("checkpoint.checkpoint_serialization", Bool, "checkpoints hold no pickled objects"),
     no_effect("checkpoint.parallel_write.pipeline_stage", Bool, "every rank writes its share"),
-    unavailable("checkpoint.writer", "checkpointing", off=()),
+    unavailable("checkpoint.writer", "a choice of the checkpoint's writer", off=()),
     unavailable_block("datastates_ckpt", "checkpointing by DataStates"),
     unavailable_block("nebula", "checkpointing by Nebula"),
     unavailable_block("pipeline", "pipeline parallelism", switches=("enabled", "stages")),
