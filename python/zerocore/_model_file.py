@@ -28,7 +28,7 @@ class ModelFile:
     """What a state dict of the model would hold, in the dtype in which the model is used. Collective.
 
     Args:
-        exclude_frozen: without the parameters that require no gradient.
+        exclude_frozen: without the parameters that the engine does not train, as save_checkpoint() leaves them out.
     """
 
     def __init__(self, engine: WholeModel, *, exclude_frozen: bool) -> None:
@@ -38,7 +38,9 @@ class ModelFile:
         for name, value in engine.module.state_dict(keep_vars=True).items():
             if not isinstance(value, torch.Tensor):
                 self._others[plain_name(name)] = value
-            elif not (exclude_frozen and isinstance(value, torch.nn.Parameter) and not value.requires_grad):
+            elif not (
+                exclude_frozen and isinstance(value, torch.nn.Parameter) and not engine._params.is_trained(value)
+            ):
                 self._tensors[plain_name(name)] = value
         self._names: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():

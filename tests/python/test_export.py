@@ -20,6 +20,7 @@ from zerocore._cli import main
 from zerocore._load import open_checkpoint
 from zerocore.config import Config, OptimizerConfig, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, IoError
+from zerocore.utils import get_fp32_state_dict_from_zero_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -255,6 +256,18 @@ def test_save_16bit_model_leaves_out_what_is_frozen(folder, file, world_size):
         got = read(folder) if file.endswith("rs") else torch.load(folder / file)
         gone = {"frozen.weight", "frozen.bias"} | ({"head.weight"} if file.endswith("rs") else set())
         assert_same(got, {name: value for name, value in expected.items() if name not in gone})
+
+
+def test_save_16bit_model_leaves_out_what_a_checkpoint_does(folder):
+    """What the engine does not train, whatever asks for gradients now: a layer frozen for a while is trained."""
+    engine = engine_of(make("odd"), gather=True)
+    train(engine, "odd", "fp32")
+    engine.module.table.weight.requires_grad_(False)
+    engine.module.frozen.weight.requires_grad_(True)
+    path = engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    assert engine.save_16bit_model(folder, exclude_frozen_parameters=True)
+    engine.close()
+    assert_same(torch.load(folder / "pytorch_model.bin"), get_fp32_state_dict_from_zero_checkpoint(path))
 
 
 @pytest.mark.ranks(1, 2)
