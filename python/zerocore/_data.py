@@ -136,13 +136,15 @@ class MicroBatchLoader(DataLoader[Any]):
         return super().__iter__()
 
     def _deal(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        while (batch := next(batches, _END)) is not _END:
+        while True:
+            if self._moved and iteration == self._iteration:  # by load_checkpoint(), before the loop or in it
+                batches = self._begin()
+                iteration = self._iteration
+            if (batch := next(batches, _END)) is _END:
+                return
             if iteration == self._iteration and self._epoch is not None:  # not an older one that runs beside this one
                 self._handed_out += 1
             yield batch if self.post_process is None else self.post_process(batch, self.state_dict())
-            if self._moved and iteration == self._iteration:  # by load_checkpoint() in the loop
-                batches = self._begin()
-                iteration = self._iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration go through `epoch`."""
@@ -157,7 +159,8 @@ class MicroBatchLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Makes the next iteration go on where state_dict() was called, on any number of ranks.
 
-        So does an iteration that is going on: its next batch is the first one after state_dict().
+        So does the newest iteration, also one that was made and not begun: its next batch is the first one after
+        state_dict().
         """
         if not {"epoch", "step"} <= state.keys():
             raise ConfigError(

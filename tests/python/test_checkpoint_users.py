@@ -19,6 +19,7 @@ from zerocore._load import Checkpoint
 from zerocore._values import marked, unmarked
 from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
 from zerocore.errors import CheckpointError, ConfigError, IoError, UnsupportedError
+from zerocore.utils import RepeatingLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -468,6 +469,40 @@ def test_a_load_in_the_loop_takes_the_loop_back(folder, num_workers):
     engine, expected = loader_engine(), []
     loop(engine, expected, stop_at=15)
     assert seen == expected[:13] + seen[13:16] + expected[13:15]
+    engine.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("wrap", [iter, RepeatingLoader], ids=["iter", "repeating"])
+def test_an_iteration_made_before_a_load_goes_on_after_it(folder, num_workers, wrap):
+    """RepeatingLoader makes one when it is made: before the load, in DeepSpeed's usual order."""
+
+    def loader_engine():
+        data = DataConfig(num_workers=num_workers)
+        config = Config(train_batch_size=2, micro_batch_size=2, optimizer=OptimizerConfig(lr=0.01), data=data)
+        torch.manual_seed(0)
+        engine = zerocore.Engine(
+            torch.nn.Linear(1, 1), config, training_data=[torch.tensor([float(i)]) for i in range(20)]
+        )
+        return engine, iter(wrap(engine.training_dataloader))
+
+    def go(engine, batches):
+        seen = []
+        for _ in range(3):
+            seen.append(next(batches))
+            engine.backward(engine(seen[-1]).mean())
+            engine.step()
+        return torch.stack(seen)
+
+    engine, batches = loader_engine()
+    go(engine, batches)
+    engine.save_checkpoint(folder)
+    expected = go(engine, batches), engine.module.weight.clone()
+    engine.close()
+    engine, batches = loader_engine()
+    engine.load_checkpoint(folder)
+    assert torch.equal(go(engine, batches), expected[0])
+    assert torch.equal(engine.module.weight, expected[1])
     engine.close()
 
 

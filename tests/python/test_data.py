@@ -186,6 +186,20 @@ def test_an_iteration_left_behind_does_not_count():
     assert made.state_dict() == {"epoch": 1, "step": 1}
 
 
+def test_a_state_moves_an_iteration_that_has_not_begun():
+    whole = list(loader(12))
+    made = loader(12)
+    older, iterator = iter(made), iter(made)
+    made.load_state_dict({"epoch": 0, "step": 1})
+    assert next(older) == whole[0]  # only the newest is moved
+    assert list(iterator) == whole[3:]
+    assert made.state_dict() == {"epoch": 1, "step": 0}
+    iterator = iter(made)
+    made.load_state_dict({"epoch": 1, "step": 1})
+    made.load_state_dict({"epoch": 0, "step": 1})
+    assert list(iterator) == whole[3:]
+
+
 def test_a_state_that_is_none():
     with pytest.raises(ConfigError, match=r"\[data\] state: got the keys \['x'\], expected epoch and step"):
         loader(12).load_state_dict({"x": 1})
