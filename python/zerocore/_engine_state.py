@@ -53,6 +53,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+NO_SETTINGS = ("params", "param_names")  # in a parameter group: the model has them
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile() and checkpoint_wrapper()
 
@@ -284,7 +285,7 @@ def describe(
         "optimizer": Optimizer(
             type=engine.optimizer.type,
             groups=[
-                plain({k: v for k, v in group.items() if k != "params"}, "a parameter group of the optimizer")
+                plain({k: v for k, v in group.items() if k not in NO_SETTINGS}, "a parameter group of the optimizer")
                 for group in engine.optimizer.param_groups
             ],
         ),

@@ -15,6 +15,7 @@ from zerocore._accumulation import Loop
 from zerocore._engine_state import (
     DTYPE_NAMES,
     MASTER,
+    NO_SETTINGS,
     TORCH_DTYPES,
     VALUE,
     Names,
@@ -73,6 +74,7 @@ class Restore:
         self._foreign: dict[int, dict[str, Any]] = {}  # new states, of an optimizer without a native twin
         self._made: dict[str, torch.Tensor] = {}  # read, to be handed to the modules that make such
         self._steps = engine._params.core.param_steps()
+        self._settings: list[dict[str, Any]] = []  # of each parameter group, as this engine has them
         self._left_out: dict[str, list[str]] = {}  # why, and what
         self._fits: dict[str, bool] = {}
         self._compare()
@@ -144,11 +146,11 @@ class Restore:
 
     def _compare_numbers(self) -> None:
         manifest, engine = self._checkpoint.manifest, self._engine
-        self._groups_fit = False
         if self._what.optimizer_states:
             why_not = self._why_groups_do_not_fit()
-            self._groups_fit = why_not is None
-            if why_not is not None:
+            if why_not is None:
+                self._settings = self._settings_of_groups()
+            else:
                 self._leave_out("the optimizer's hyperparameters", why_not)
             if manifest.state.loss_scaler is None and self._has_dynamic_scale():
                 self._leave_out("not in the checkpoint", "the loss scaler's state")
@@ -372,16 +374,12 @@ class Restore:
 
     def _restore_groups(self) -> None:
         """Hyperparameters of the parameter groups, as torch's optimizers restore them."""
-        saved, groups = self._checkpoint.manifest.optimizer, self._engine.optimizer.param_groups
-        if saved is None or not self._groups_fit:
-            return
-        for group, values in zip(groups, saved.groups, strict=True):
-            for key, value in values.items():
-                self._check_hyper(key, group.get(key), value)
+        for group, settings in zip(self._engine.optimizer.param_groups, self._settings, strict=False):  # or none fits
+            for key, value in settings.items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                    group[key] = value
 
     def _in_other_groups(self) -> str | None:
         """A parameter whose group in the checkpoint has another number than in this engine."""
@@ -394,15 +392,22 @@ class Restore:
                 return name
         return None
 
-    def _check_hyper(self, key: str, ours: Any, saved: Any) -> None:
-        if isinstance(ours, (tuple, list)):
-            fits = isinstance(saved, list) and len(saved) == len(ours) and all(map(_is_number, saved))
-        else:
-            fits = type(saved) is bool if isinstance(ours, bool) else not _is_number(ours) or _is_number(saved)
-        if not fits:
+    def _settings_of_groups(self) -> list[dict[str, Any]]:
+        saved, groups = self._checkpoint.manifest.optimizer, self._engine.optimizer.param_groups
+        assert saved is not None
+        return [
+            {key: self._setting(key, group.get(key), value) for key, value in each.items() if key not in NO_SETTINGS}
+            for group, each in zip(groups, saved.groups, strict=True)
+        ]
+
+    def _setting(self, key: str, ours: Any, saved: Any) -> Any:
+        try:
+            return _like(ours, saved)
+        except TypeError:
             raise CheckpointError(
-                f"[ckpt] {self._checkpoint.path}: the optimizer's {key}: got {saved!r}, expected a value like {ours!r}."
-            )
+                f"[ckpt] {self._checkpoint.path}: the optimizer's {key}: got {saved!r}, expected a value like "
+                f"{ours!r}. Build the optimizer as it was when this was saved, or use another checkpoint."
+            ) from None
 
     def _hand_over(self, receiver: str, take: Callable[[Any], Any], state: Any) -> None:
         """Gives saved state to code that is not ours, and says whose state it was when that refuses it."""
@@ -461,6 +466,26 @@ def _load_own(module: torch.nn.Module, state: dict[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _like(ours: Any, saved: Any) -> Any:
+    """A saved setting in the types that it has in this engine: JSON has no tuples.
+
+    Raises:
+        TypeError: it is no number where ours is one, or no list of that length where ours is a list.
+    """
+    if isinstance(ours, (tuple, list)):
+        if not isinstance(saved, list) or len(saved) != len(ours):
+            raise TypeError
+        values = [_like(*pair) for pair in zip(ours, saved, strict=True)]
+        return tuple(values) if isinstance(ours, tuple) else values
+    if isinstance(ours, bool):
+        fits = type(saved) is bool
+    else:
+        fits = not (_is_number(ours) or isinstance(ours, torch.Tensor)) or _is_number(saved)
+    if not fits:
+        raise TypeError
+    return saved
 
 
 def client_state(checkpoint: Checkpoint) -> Any:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import zerocore
 from torch.optim import lr_scheduler
+from zerocore import _engine_state
 from zerocore._load import Checkpoint
 from zerocore._values import marked, unmarked
 from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -278,6 +280,59 @@ def test_hyperparameters_of_other_groups_are_left_out(folder, caplog):
     engine.load_checkpoint(folder)
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.2, 0.0]
     assert "hyperparameters: weight stands in another group" in caplog.text
+    engine.close()
+
+
+def named(model, **settings):
+    """Over names, as torch takes them since 2.6, with settings of the user's own."""
+    groups = [{"params": list(model.named_parameters()), **settings}]
+    return build(model, optimizer=lambda _: torch.optim.AdamW(groups, lr=0.1))
+
+
+SETTINGS = {"tags": ["a", "b"], "nested": [(1, 2.5), (None, "x")], "more": {"a": [1]}, "none": None, "on": True}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+def test_settings_of_any_kind_come_back(folder, monkeypatch, old):
+    """Of an older checkpoint too, in which the names are."""
+    if old:
+        monkeypatch.setattr(_engine_state, "NO_SETTINGS", ("params",))
+    torch.manual_seed(0)
+    engine = named(torch.nn.Linear(4, 3), **SETTINGS)
+    train(engine)
+    path = engine.save_checkpoint(folder)
+    assert ("param_names" in Checkpoint(Path(path)).manifest.optimizer.groups[0]) == old
+    train(engine)
+    expected = engine.state_dict()
+    engine.close()
+    engine = named(torch.nn.Linear(4, 3), **SETTINGS)
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    engine.load_checkpoint(folder)
+    group = engine.optimizer.param_groups[0]
+    assert {key: group[key] for key in SETTINGS} == SETTINGS and group["lr"] == 0.1
+    assert group["param_names"] == ["weight", "bias"]
+    train(engine)
+    assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [((0.9, 0.999), (0.9, "x")), ([1], [1, 2]), ([[1]], [["x"]]), (1, "x"), (True, 1), (torch.tensor(0.1), "x")],
+)
+def test_a_misfit_of_the_settings_leaves_the_engine_as_it_was(folder, then, now):
+    engine = named(torch.nn.Linear(4, 3), mine=now)
+    train(engine)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = named(torch.nn.Linear(4, 3), mine=then)
+    before = engine.state_dict()
+    for how in ({"tag": "global_step1"}, {"strict": True}):
+        with pytest.raises(CheckpointError, match=r"the optimizer's mine: got .*, expected a value like .*"):
+            engine.load_checkpoint(folder, **how)
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    assert engine.global_steps == 0 and engine.optimizer.param_groups[0]["mine"] is then
+    train(engine)  # it can go on
     engine.close()
 
 
