@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ DTYPE_NAMES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 NO_SETTINGS = ("params", "param_names")  # in a parameter group: the model has them
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
+_EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() gives
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile() and checkpoint_wrapper()
 
 
@@ -96,8 +98,50 @@ class Names:
 
 
 def modules_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules by their plain names, the wrapped ones instead of their wrappers."""
-    return {plain_name(f"{name}.").rstrip("."): module for name, module in model.named_modules()}
+    """Modules by their plain names, the wrapped ones instead of their wrappers; a shared one by each of its names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {plain_name(f"{name}.").rstrip("."): module for name, module in modules}
+
+
+def is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def extra_names(model: torch.nn.Module) -> set[str]:
+    """The plain names under which modules take an extra state, as torch's load_state_dict() asks for them."""
+    takes_none = torch.nn.Module.set_extra_state
+    return {
+        f"{name}.{_EXTRA_STATE}".lstrip(".")
+        for name, module in modules_by_name(model).items()
+        if type(module).set_extra_state is not takes_none
+    }
+
+
+def hand_out(model: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    """Who takes what is neither parameter nor buffer, as torch's load_state_dict() gives it: (who, function, value).
+
+    What belongs to no module of the model is passed over.
+    """
+    modules = modules_by_name(model)
+    own: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        owner, _, key = name.rpartition(".")
+        if owner not in modules:
+            continue
+        if is_extra(name):
+            yield f"set_extra_state of {name}", modules[owner].set_extra_state, value
+        else:
+            own.setdefault(owner, {})[key] = value
+    for owner, state in own.items():
+        yield f"module {owner or 'model'}", functools.partial(_load_own, modules[owner]), state
+
+
+def _load_own(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """load_state_dict() of one module, without those inside of it."""
+    errors: list[str] = []
+    module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
 def plain_name(name: str) -> str:

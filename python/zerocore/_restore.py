@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ from zerocore._engine_state import (
     TORCH_DTYPES,
     VALUE,
     Names,
+    hand_out,
     memory_order,
-    modules_by_name,
 )
 from zerocore._generators import restore_generators
 from zerocore._load import Checkpoint, Wanted
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zerocore")
 
-_EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() gives
 _SAME_STATE = {"adam", "adamw"}  # types of optimizers whose states mean the same
 _SHOWN = 20  # names in a list of what was not loaded
 
@@ -328,19 +326,10 @@ class Restore:
 
     def _restore_made(self) -> None:
         """Hands modules what is neither parameter nor buffer, in the ways in which torch's load_state_dict() does."""
-        modules = modules_by_name(self._engine.module)
-        own: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in {**self._checkpoint.manifest.state.extra_state, **self._made}.items():
-            owner, _, key = name.rpartition(".")
-            if owner not in modules:  # told already
-                continue
-            if key == _EXTRA_STATE:
-                take = modules[owner].set_extra_state
-                self._hand_over(f"set_extra_state of {name}", take, value if name in self._made else unmarked(value))
-            else:
-                own.setdefault(owner, {})[key] = value
-        for owner, values in own.items():
-            self._hand_over(f"module {owner or 'model'}", functools.partial(_load_own, modules[owner]), values)
+        saved = self._checkpoint.manifest.state.extra_state
+        values = {name: unmarked(value) for name, value in saved.items()} | self._made
+        for receiver, take, value in hand_out(self._engine.module, values):
+            self._hand_over(receiver, take, value)
 
     # Numbers
 
@@ -454,14 +443,6 @@ class Restore:
 
 def _takes_state(scheduler: Any) -> bool:
     return callable(getattr(scheduler, "load_state_dict", None))
-
-
-def _load_own(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """load_state_dict() of one module, without those inside of it."""
-    errors: list[str] = []
-    module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
-    if errors:
-        raise ValueError("; ".join(errors))
 
 
 def _is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from zerocore import zero
+from zerocore._engine_state import Names, extra_names, hand_out, is_extra, plain_name
 from zerocore._model_file import ModelFile
 from zerocore._part import EnginePart
 from zerocore.errors import ConfigError
@@ -67,7 +68,8 @@ class WholeModel(EnginePart):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what state_dict() has returned, or the plain model's; rank 0's values count. Collective.
 
-        Masters take the values as they are given, unrounded. The optimizer's state stays.
+        Masters take the values as they are given, unrounded. The optimizer's state stays. What get_extra_state() of a
+        module gave is handed to its set_extra_state(), each rank's own.
 
         Args:
             strict: names that are missing or unexpected are an error.
@@ -79,25 +81,34 @@ class WholeModel(EnginePart):
             raise ConfigError("[engine] load_state_dict: got assign=True, expected False: values are copied.")
         self._check_all_here("load_state_dict")
         own = self.module.state_dict(keep_vars=True)
-        missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own]
+        extra = extra_names(self.module)
+        expected = dict.fromkeys(name for name in own if not is_extra(name) or plain_name(name) in extra)
+        expected |= dict.fromkeys(sorted(extra - {plain_name(name) for name in expected}))  # set, and never got
+        missing = [name for name in expected if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in expected]
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"[engine] load_state_dict: got {len(unexpected)} names that the model does not have (first "
                 f"{unexpected[:3]}) and no value for {len(missing)} (first {missing[:3]}), expected the model's own "
                 "names. Load a state of this model, or pass strict=False."
             )
-        for name, target in own.items():
-            if name in state_dict and isinstance(target, torch.Tensor):
-                value = state_dict[name]
-                if tuple(value.shape) != tuple(target.shape):
-                    raise ConfigError(
-                        f"[engine] load_state_dict: {name}: got shape {tuple(value.shape)}, expected "
-                        f"{tuple(target.shape)}. Load a state of this model."
-                    )
-        for name, target in own.items():
-            if name in state_dict and isinstance(target, torch.Tensor):
-                self._params.load(target, state_dict[name])
+        given = [name for name in expected if name in state_dict]
+        tensors = {name: own[name] for name in given if not is_extra(name) and isinstance(own[name], torch.Tensor)}
+        for name, target in tensors.items():
+            value = state_dict[name]
+            if tuple(value.shape) != tuple(target.shape):
+                raise ConfigError(
+                    f"[engine] load_state_dict: {name}: got shape {tuple(value.shape)}, expected "
+                    f"{tuple(target.shape)}. Load a state of this model."
+                )
+        made = {plain_name(name): state_dict[name] for name in given if name not in tensors}
+        made_tensors = Names(self.module).made
+        for name, target in tensors.items():
+            self._params.load(target, state_dict[name])
+            if plain_name(name) in made_tensors:  # the module keeps it as something else
+                made[plain_name(name)] = target
+        for _, take, value in hand_out(self.module, made):
+            take(value)
         return _IncompatibleKeys(missing, unexpected)
 
     def save_16bit_model(

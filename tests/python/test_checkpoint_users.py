@@ -234,6 +234,66 @@ def test_modules_get_what_they_made(folder, extra, module_only, wrap):
     engine.close()
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: torch.compile(m, backend="eager")], ids=["plain", "compiled"])
+@pytest.mark.parametrize("extra", [{1: (2, 3)}, torch.arange(3)], ids=["dict", "tensor"])
+def test_a_state_dict_gives_modules_what_they_made(extra, wrap, world_size):
+    model = Counting(extra, 5.0)
+    engine = build(torch.nn.Sequential(wrap(model), model.inner), stage=3, micro=2 // world_size)
+    saved = engine.state_dict()
+    engine.close()
+    model = Counting(torch.zeros(2) if isinstance(extra, torch.Tensor) else None, 0.0)
+    engine = build(torch.nn.Sequential(wrap(model), model.inner), stage=3, micro=2 // world_size)
+    assert engine.load_state_dict(saved) == ([], [])
+    assert model.number == 5.0
+    assert torch.equal(model.extra, extra) if isinstance(extra, torch.Tensor) else model.extra == extra
+    again = engine.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in saved.items() if "inner" in name)
+    engine.close()
+
+
+class Gives(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"given": 1}
+
+
+class Takes(torch.nn.Linear):
+    taken = None
+
+    def set_extra_state(self, state):
+        self.taken = state
+
+
+class Keeps(Gives, Takes):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Gives, Takes, Keeps, torch.nn.Linear])
+@pytest.mark.parametrize("there", [True, False])
+def test_extra_states_are_missed_as_torch_misses_them(kind, there):
+    """Of a module that only gives one, that only takes one, that does both, and neither; and of a shared one."""
+
+    def shared():
+        inner = kind(4, 4)
+        return torch.nn.ModuleDict({"a": inner, "b": inner})
+
+    state = {name: value for name, value in shared().state_dict().items() if "extra" not in name}
+    if there:
+        state |= {"a._extra_state": {"given": 2}, "b._extra_state": {"given": 3}}
+    plain, model = shared(), shared()
+    engine = build(model)
+    assert engine.load_state_dict(state, strict=False) == plain.load_state_dict(state, strict=False)
+    assert getattr(model["a"], "taken", None) == getattr(plain["a"], "taken", None)
+    try:
+        plain.load_state_dict(state)
+    except RuntimeError:
+        with pytest.raises(ConfigError, match=r"a\._extra_state"):
+            engine.load_state_dict(state)
+    else:
+        engine.load_state_dict(state)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "value", ["\udcff", functools.reduce(lambda inner, _: [inner], range(400), 1)], ids=["half", "deep"]
 )
