@@ -55,6 +55,7 @@ DTYPE_NAMES = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 NO_SETTINGS = ("params", "param_names")  # in a parameter group: the model has them
+CLASS = "$class"  # in a scheduler's state: whose it is. No key of a marked dict begins so
 MASTER, VALUE = "master", "value"  # the parts of what is trained, besides the optimizer's, and of all else
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() gives
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile() and checkpoint_wrapper()
@@ -371,7 +372,6 @@ def entry_of(item: Item, pieces: Pieces) -> Entry:
 
 def _numbers(engine: Engine, names: Names) -> State:
     scheduler, loader = engine.lr_scheduler, engine.training_dataloader
-    has_state = callable(getattr(scheduler, "state_dict", None))
     return State(
         global_samples=engine.global_samples,
         skipped_steps=engine.skipped_steps,
@@ -379,7 +379,16 @@ def _numbers(engine: Engine, names: Names) -> State:
         loop=engine._accumulation.decided().name,
         train_batch_size=engine.config.train_batch_size,
         loss_scaler=engine._params.loss_scale_state,
-        scheduler=marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()") if has_state else None,
+        scheduler=_scheduler(scheduler) if callable(getattr(scheduler, "state_dict", None)) else None,
         data=None if loader is None else Data(**loader.state_dict()),
         extra_state=marked(names.extra, "what get_extra_state() of a module returns"),
     )
+
+
+def _scheduler(scheduler: Any) -> Any:
+    state = marked(scheduler.state_dict(), "the learning-rate scheduler's state_dict()")
+    return state | {CLASS: class_name(scheduler)} if isinstance(state, dict) else state
+
+
+def class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

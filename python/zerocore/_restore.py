@@ -12,12 +12,14 @@ import torch
 from zerocore import _core
 from zerocore._accumulation import Loop
 from zerocore._engine_state import (
+    CLASS,
     DTYPE_NAMES,
     MASTER,
     NO_SETTINGS,
     TORCH_DTYPES,
     VALUE,
     Names,
+    class_name,
     hand_out,
     memory_order,
 )
@@ -72,6 +74,7 @@ class Restore:
         self._foreign: dict[int, dict[str, Any]] = {}  # new states, of an optimizer without a native twin
         self._made: dict[str, torch.Tensor] = {}  # read, to be handed to the modules that make such
         self._steps = engine._params.core.param_steps()
+        self._scheduler_state: Any = None  # that is handed over
         self._settings: list[dict[str, Any]] = []  # of each parameter group, as this engine has them
         self._left_out: dict[str, list[str]] = {}  # why, and what
         self._fits: dict[str, bool] = {}
@@ -157,6 +160,24 @@ class Restore:
                 self._leave_out("without load_state_dict(), so it begins anew", "the learning-rate scheduler")
             elif manifest.state.scheduler is None:
                 self._leave_out("not in the checkpoint", "the learning-rate scheduler's state")
+            else:
+                self._compare_scheduler(manifest.state.scheduler)
+
+    def _compare_scheduler(self, saved: Any) -> None:
+        """Takes the state of a scheduler of the same class, or of one whose state has the same keys.
+
+        Classes may move, and some are alike, such as WarmupLR and WarmupDecayLR; checkpoints that are older, or that
+        were imported, name none.
+        """
+        scheduler = self._engine.lr_scheduler
+        theirs, ours = saved.get(CLASS) if isinstance(saved, dict) else None, class_name(scheduler)
+        state = unmarked({k: v for k, v in saved.items() if k != CLASS} if isinstance(saved, dict) else saved)
+        own = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else state
+        if theirs != ours and _keys(state) != _keys(own):
+            whose = theirs or f"one with the keys {_keys(state)}"
+            self._leave_out("of another scheduler, so it begins anew", f"the state for {ours}, saved by {whose}")
+            return
+        self._scheduler_state = state
 
     def _why_groups_do_not_fit(self) -> str | None:
         saved, ours = self._checkpoint.manifest.optimizer, self._engine.optimizer
@@ -345,10 +366,8 @@ class Restore:
         if self._what.optimizer_states:
             self._restore_groups()
             self._restore_loss_scale(state)
-        if self._what.scheduler_states and state.scheduler is not None and _takes_state(engine.lr_scheduler):
-            self._hand_over(
-                "the learning-rate scheduler", engine.lr_scheduler.load_state_dict, unmarked(state.scheduler)
-            )
+        if self._scheduler_state is not None:
+            self._hand_over("the learning-rate scheduler", engine.lr_scheduler.load_state_dict, self._scheduler_state)
         if engine.training_dataloader is not None and state.data is not None:
             engine.training_dataloader.load_state_dict(self._position(state.data, state.train_batch_size))
         threads = torch.get_num_threads()
@@ -443,6 +462,11 @@ class Restore:
 
 def _takes_state(scheduler: Any) -> bool:
     return callable(getattr(scheduler, "load_state_dict", None))
+
+
+def _keys(state: Any) -> list[str] | None:
+    """Of a scheduler's state, without those of its own that change with torch's version."""
+    return sorted(k for k in map(str, state) if not k.startswith("_")) if isinstance(state, dict) else None
 
 
 def _is_number(value: Any) -> bool:

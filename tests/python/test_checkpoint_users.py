@@ -16,7 +16,7 @@ import pytest
 import torch
 import zerocore
 from torch.optim import lr_scheduler
-from zerocore import _engine_state
+from zerocore import _engine_state, schedulers
 from zerocore._load import Checkpoint
 from zerocore._values import marked, unmarked
 from zerocore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -102,6 +102,58 @@ def test_torchs_schedulers_go_on(folder, scheduler):
     engine = build(scheduler=scheduler)
     engine.load_checkpoint(folder)
     assert rates(engine, 5) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (lambda o: schedulers.WarmupLR(o, warmup_num_steps=4), lambda o: lr_scheduler.StepLR(o, 5)),
+        (lambda o: lr_scheduler.StepLR(o, 1), lambda o: schedulers.WarmupLR(o, warmup_num_steps=4)),
+        (lambda o: lr_scheduler.StepLR(o, 1), lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
+    ],
+    ids=["warmup-step", "step-warmup", "step-exponential"],
+)
+def test_another_schedulers_state_is_left_out(folder, caplog, monkeypatch, then, now, old):
+    engine = build(scheduler=then)
+    if old:
+        monkeypatch.setattr(_engine_state, "_scheduler", lambda scheduler: marked(scheduler.state_dict(), ""))
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build(scheduler=now)
+    before, weight = engine.lr_scheduler.state_dict(), engine.module.weight.clone()
+    with pytest.raises(ConfigError, match="of another scheduler"):
+        engine.load_checkpoint(folder, strict=True)
+    assert torch.equal(engine.module.weight, weight)
+    engine.load_checkpoint(folder)
+    assert "of another scheduler, so it begins anew: the state for" in caplog.text
+    assert engine.lr_scheduler.state_dict() == before and engine.global_steps == 3
+    train(engine)
+    engine.close()
+
+
+class Late(schedulers.WarmupLR):
+    """Has a key more in its state once it has moved."""
+
+    def state_dict(self):
+        return super().state_dict() | ({"moved": True} if self.last_batch_iteration > 0 else {})
+
+
+@pytest.mark.parametrize("pair", [(schedulers.WarmupLR, schedulers.WarmupDecayLR), (Late, Late)], ids=["alike", "late"])
+def test_a_state_that_fits_another_scheduler_is_taken(folder, pair):
+    settings = {schedulers.WarmupDecayLR: {"total_num_steps": 9}}
+    makes = [lambda o, kind=kind: kind(o, warmup_num_steps=4, **settings.get(kind, {})) for kind in pair]
+    engine = build(scheduler=makes[0])
+    train(engine, 3)
+    path = engine.save_checkpoint(folder)
+    saved = Checkpoint(Path(path)).manifest.state.scheduler
+    assert saved.pop("$class").endswith(f".{pair[0].__name__}") and saved == engine.lr_scheduler.state_dict()
+    engine.close()
+    engine = build(scheduler=makes[1])
+    engine.load_checkpoint(folder, strict=True)
+    assert engine.lr_scheduler.state_dict() == saved
     engine.close()
 
 
