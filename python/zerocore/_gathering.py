@@ -356,15 +356,23 @@ class UnitGatherer(_released.NotPickled):
 
         What was computed before the call (`first_nr` is the number of its first node) and only passes through is left
         alone: its gradient is complete when the backward is in some other unit, which would be released.
+
+        A unit may hand on the output of a unit in it. One hook a tensor then needs the outer one first, which releases
+        nothing that the backward is about to read: nothing would bring that back where the hooks on saved tensors are
+        not ours.
         """
-
-        def reached(grad: torch.Tensor) -> None:
-            self._need(unit)
-
         for tensor in _tensor.tensors_in(output):
             node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= first_nr:
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            if node is None or node._sequence_nr() < first_nr:
+                continue
+            units = node.metadata.setdefault((self, tensor.output_nr), [])  # type: ignore[attr-defined]
+            units.insert(0, unit)
+            if len(units) == 1:
+                tensor.register_hook(functools.partial(self._reached, units))  # type: ignore[no-untyped-call]
+
+    def _reached(self, units: list[int], grad: torch.Tensor) -> None:
+        for unit in units:
+            self._need(unit)
 
     @_not_compiled
     def _need(self, unit: int) -> None:

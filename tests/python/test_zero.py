@@ -384,6 +384,59 @@ def test_tensors_that_pass_through_checkpointed_units(reentrant):
     check_against_stage_2(Model)
 
 
+class Scaled(nn.Module):
+    """Reads its scale elementwise, so in place, where autograd saved it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 64))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+@pytest.mark.parametrize("hooks", ["checkpoint", "reentrant checkpoint", "save_on_cpu"])
+@pytest.mark.ranks(1, 2)
+def test_one_output_of_several_units_under_saved_tensor_hooks_of_the_users(hooks, world_size):
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(Blocks):
+        def __init__(self):
+            super().__init__(num_blocks=0)
+            self.blocks = nn.Sequential(
+                *[nn.Sequential(Scaled(), nn.Sequential(Scaled(), Scaled()), Scaled()) for _ in range(2)]
+            )
+            for block in self.blocks:
+                block.scale = nn.Parameter(torch.ones(64))
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            if hooks == "save_on_cpu":
+                with torch.autograd.graph.save_on_cpu():
+                    x = self.blocks(x)
+            else:
+                x = checkpoint(self.blocks, x, use_reentrant=hooks == "reentrant checkpoint")
+            return self.head(x).square().mean()
+
+    check_against_stage_2(Model)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_backward_gathers_each_unit_once(world_size):
+    """The last block's output is the model's, too."""
+    engine = build(nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]))
+
+    def gathered():
+        return engine.comm_report()["all_gather"]["elements"]
+
+    before = gathered()
+    loss = engine(torch.ones(1, 64)).mean()
+    in_forward = gathered() - before
+    engine.backward(loss)
+    assert gathered() - before == 2 * in_forward > 0
+
+
 @pytest.mark.parametrize("how", ["torch.compile(block)", "block.compile()", "torch.compile(model)"])
 def test_compiled_models(how):
     def make_model():
