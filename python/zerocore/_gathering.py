@@ -122,6 +122,7 @@ class UnitGatherer(_released.NotPickled):
         self._unit_of_param: dict[int, int] = {}
         self._unit_of_storage: dict[int, int] = {}
         self._shrunk = 0
+        self._held_for_graph: list[int] = []
         for index in range(len(units)):
             flats = {}
             for bucket, numel, dtype in core.unit_buckets(index):
@@ -214,6 +215,7 @@ class UnitGatherer(_released.NotPickled):
         state.versions[at] = param._version
 
     def end_backward(self) -> None:
+        self._drop_held_for_graph()
         self._carry_out(self._engine.end_backward())
 
     def end_micro_step(self) -> None:
@@ -221,6 +223,7 @@ class UnitGatherer(_released.NotPickled):
 
     def invalidate(self) -> None:
         """Parameters are about to change: releases all."""
+        self._drop_held_for_graph()
         self._carry_out(self._engine.invalidate_units())
 
     def gathered_bytes(self) -> int:
@@ -379,6 +382,18 @@ class UnitGatherer(_released.NotPickled):
         self._carry_out(self._engine.need_unit(unit))
         if not self._units[unit].whole:
             self._bring(unit)
+        if torch.is_grad_enabled() and unit not in self._held_for_graph:
+            self._held_for_graph.append(unit)
+            self.hold(unit)
+
+    def _drop_held_for_graph(self) -> None:
+        """Drops what a backward with create_graph=True has used.
+
+        What autograd saves meanwhile goes through no hook of ours, so its units stay until the backward of that graph.
+        """
+        held, self._held_for_graph = self._held_for_graph, []
+        for unit in held:
+            self.drop(unit)
 
     @_not_compiled
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:

@@ -437,6 +437,26 @@ def test_a_backward_gathers_each_unit_once(world_size):
     assert gathered() - before == 2 * in_forward > 0
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_gradient_penalty(world_size):
+    """A backward through a backward, whose graph refers to parameters that no hook has seen."""
+
+    def make_model():
+        return nn.Sequential(*[nn.Sequential(Scaled(), Scaled()) for _ in range(3)])
+
+    def step(engine, index):
+        x = torch.linspace(-1, 1, 64).requires_grad_()
+        out = engine(x).mean()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        engine.backward(out + grad.square().sum())
+        assert engine.memory_report()["gathered_parameters"] == 0
+
+    check_against_stage_2(make_model, step)
+    engine = build(make_model(), max_live_numel=16_000)  # three of the six
+    with pytest.raises(ConfigError, match=r"needs \d+ elements beside the \d+ in use: got a bound of max_live_numel"):
+        step(engine, 0)
+
+
 @pytest.mark.parametrize("how", ["torch.compile(block)", "block.compile()", "torch.compile(model)"])
 def test_compiled_models(how):
     def make_model():
