@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,15 @@ def _not_compiled(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _saved_tensors_hooks() -> tuple[Any, Any] | None:
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 @dataclasses.dataclass
 class _UnitState:
     """A unit, its parameters' places, and what is in memory.
@@ -87,18 +97,34 @@ class _UnitState:
     versions: list[int] = dataclasses.field(default_factory=list)
 
 
+def _frames() -> Iterator[FrameType]:
+    """What this thread runs, from the inside out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frame_of_call() -> FrameType | None:
+    return next((frame for frame in _frames() if frame.f_code is torch.nn.Module._call_impl.__code__), None)
+
+
 @dataclasses.dataclass
 class _Call:
     """An open call of a module.
 
     Attributes:
+        enters: it has the unit gathered; otherwise it lies inside of a call of the unit.
+        frame: runs as long as the call does; None where torch has compiled it.
         training: a backward will follow.
         first_nr: the number that autograd gives to the first node of the call.
         saving: the hooks on saved tensors, where they are ours.
     """
 
-    training: bool
-    first_nr: int
+    enters: bool
+    frame: FrameType | None = dataclasses.field(default_factory=_frame_of_call)
+    training: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
+    first_nr: int = dataclasses.field(default_factory=torch._C._autograd._get_sequence_nr)
     saving: Any = None
 
 
@@ -123,6 +149,7 @@ class UnitGatherer(_released.NotPickled):
         self._unit_of_storage: dict[int, int] = {}
         self._shrunk = 0
         self._held_for_graph: list[int] = []
+        self._open: list[tuple[int, list[_Call]]] = []  # calls of each module with hooks, and its unit
         for index in range(len(units)):
             flats = {}
             for bucket, numel, dtype in core.unit_buckets(index):
@@ -223,6 +250,7 @@ class UnitGatherer(_released.NotPickled):
 
     def invalidate(self) -> None:
         """Parameters are about to change: releases all."""
+        self._end_interrupted()
         self._drop_held_for_graph()
         self._carry_out(self._engine.invalidate_units())
 
@@ -307,29 +335,31 @@ class UnitGatherer(_released.NotPickled):
     def _hook(self, unit: int, module: torch.nn.Module) -> None:
         """Gathers the unit for each call of its module, or of one in it that is called from outside."""
         state = self._units[unit]
+        is_root = module is self._specs[0].module
         is_units = module is self._specs[unit].module
-        calls: list[_Call | None] = []  # open; None: inside of one of the unit
+        calls: list[_Call] = []
+        self._open.append((unit, calls))
 
         @_not_compiled
         def before(module: torch.nn.Module, args: Any) -> None:
-            if state.calls > 0 and not is_units:
-                calls.append(None)
-                return
-            in_backward = torch._C._current_graph_task_id() != -1
-            call = _Call(training=torch.is_grad_enabled(), first_nr=torch._C._autograd._get_sequence_nr())
+            if is_root:
+                self._end_interrupted()
+            call = _Call(enters=is_units or state.calls == 0)
             calls.append(call)
+            if not call.enters:
+                return
             state.calls += 1
-            which = _core.Pass.backward if in_backward else _core.Pass.forward
+            which = _core.Pass.backward if _in_backward() else _core.Pass.forward
             self._carry_out(self._engine.enter_unit(unit, which, call.training))
             self._bring(unit)
-            if call.training and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            if call.training and _saved_tensors_hooks() is None:
                 call.saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 call.saving.__enter__()
 
         @_not_compiled
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
             call = calls.pop()
-            if call is None:
+            if not call.enters:
                 return output
             state.calls -= 1
             if call.saving is not None:
@@ -342,6 +372,31 @@ class UnitGatherer(_released.NotPickled):
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+
+    def _end_interrupted(self) -> None:
+        """Ends calls that run no more: torch does not tell us when it is a KeyboardInterrupt that ends them."""
+        if _in_backward() or not any(calls for _, calls in self._open):
+            return  # a backward may have a thread of its own, which does not see the calls around it
+        running = [None, *_frames()]
+        for unit, calls in self._open:
+            ended = [call for call in calls if call.enters and call.frame not in running]
+            calls[:] = [call for call in calls if call.frame in running]
+            for call in ended:
+                self._units[unit].calls -= 1
+                if call.saving is not None:
+                    self._remove_saved_tensors_hooks()
+                self._carry_out(self._engine.leave_unit(unit, False))
+
+    def _remove_saved_tensors_hooks(self) -> None:
+        """Takes ours off where hooks of others may have been put on top."""
+        others = []
+        while (hooks := _saved_tensors_hooks()) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if hooks == (self._pack, self._unpack):
+                break
+            others.append(hooks)
+        for hooks in reversed(others):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     def _own_outputs(self, unit: int, output: Any) -> Any:
         """Replaces views of the unit's parameters by copies, since the unit is released behind them."""

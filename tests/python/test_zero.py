@@ -486,6 +486,54 @@ def test_an_exception_in_the_forward_leaves_the_engine_usable():
 # Traffic and memory
 
 
+class CallsItself(Blocks):
+    """Calls itself once from inside its third block, where it can be interrupted."""
+
+    inside, interrupt = False, False
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2][1].register_forward_hook(self.in_third_block)
+
+    def in_third_block(self, module, args, output):
+        if self.inside:
+            if self.interrupt:
+                raise KeyboardInterrupt
+            return output
+        self.inside = True
+        try:
+            return output + self(TOKENS)
+        finally:
+            self.inside = False
+
+
+@pytest.mark.parametrize("then", ["a step", "a forward", "a forward under other hooks"])
+@pytest.mark.ranks(1, 2)
+def test_training_goes_on_after_a_keyboard_interrupt(then, world_size):
+    """Torch ends such a call without a word; calls that the model makes of itself are no remains of one."""
+
+    def step(engine, index):
+        if then == "a step":
+            engine.backward(engine(TOKENS))
+        engine.module.interrupt = True
+        with pytest.raises(KeyboardInterrupt):
+            engine(TOKENS)
+        engine.module.interrupt = False
+        if then == "a forward":
+            engine.backward(engine(TOKENS))
+        elif then == "a forward under other hooks":
+            engine.module.inside = True  # it does not call itself
+            with torch.autograd.graph.save_on_cpu():
+                loss = engine(TOKENS)
+            engine.module.inside = False
+            engine.backward(loss)
+            engine.backward(engine(TOKENS))
+        assert then == "a step" or engine.memory_report()["gathered_parameters"] == 0
+
+    check_against_stage_2(CallsItself, step)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 @pytest.mark.ranks(2, 4)
 def test_traffic_is_three_psi(world_size):
     torch.manual_seed(0)
