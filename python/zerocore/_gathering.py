@@ -278,10 +278,17 @@ class UnitGatherer(_released.NotPickled):
         if plan is None:
             return
         released, gathered = plan
+        written = [name for unit in released for name in self._written(unit)]
         for unit in released:
             self._empty(unit)
         for unit in gathered:
             self._start(unit)
+        if written:  # found after all of the plan is carried out, which the core counts on
+            raise Error(
+                f"[zero] parameter {written[0]} was written to while it was gathered: got a change that would be lost, "
+                "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. Write "
+                "it there, on every rank."
+            )
 
     def _start(self, unit: int) -> None:
         for bucket, flat in self._units[unit].flats.items():
@@ -312,23 +319,22 @@ class UnitGatherer(_released.NotPickled):
 
     def _empty(self, unit: int) -> None:
         state = self._units[unit]
-        if state.whole:
-            self._check_unwritten(unit)
         for _, param in state.params:
             _released.mark_released(param)
         state.whole = False
         for flat in state.flats.values():
             flat.untyped_storage().resize_(0)
 
-    def _check_unwritten(self, unit: int) -> None:
+    def _written(self, unit: int) -> list[str]:
+        """The unit's parameters that were written to, or given other memory, since they became whole."""
         state = self._units[unit]
-        for (name, param), version in zip(state.params, state.versions, strict=True):
-            if param._version != version or self._unit_in_storage_of(param) != unit:
-                raise Error(
-                    f"[zero] parameter {name} was written to while it was gathered: got a change that would be lost, "
-                    "expected none outside `with zerocore.zero.GatheredParameters([parameter], modifier_rank=0):`. "
-                    "Write it there, on every rank."
-                )
+        if not state.whole:
+            return []
+        return [
+            name
+            for (name, param), version in zip(state.params, state.versions, strict=True)
+            if param._version != version or self._unit_in_storage_of(param) != unit
+        ]
 
     # Hooks
 

@@ -216,12 +216,18 @@ class GatheredParameters:
     ) -> None:
         if not self._params:
             return
-        if kind is None:
-            self._take_over()
-        for param in self._params:
-            home = _released.home_of(param)
-            if home is not None:
-                home.drop_param(param)
+        failed = True
+        try:
+            if kind is None:
+                self._take_over()
+                failed = False
+        finally:
+            # A block that failed has told its error: that its changes are lost needs no other.
+            with contextlib.suppress(*[Error] * failed), contextlib.ExitStack() as drops:
+                for param in reversed(self._params):
+                    home = _released.home_of(param)
+                    if home is not None:
+                        drops.callback(home.drop_param, param)
 
     def _compare(self) -> None:
         names = [self._keepers[id(p)].name_of(p) for p in self._params]

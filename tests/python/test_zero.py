@@ -693,6 +693,25 @@ def test_gathered_parameters_without_a_modifier_may_not_be_changed():
         nn.init.zeros_(engine.module.head.weight)
 
 
+@pytest.mark.parametrize("failure", ["no modifier", "an exception inside"])
+@pytest.mark.parametrize("max_reuse_numel", [0, 1 << 30])
+@pytest.mark.ranks(1, 2)
+def test_a_gathered_parameters_block_that_fails_lets_go(failure, max_reuse_numel, world_size):
+    engine, plain = build(max_reuse_numel=max_reuse_numel), build(stage=2)
+    gathered = zero.GatheredParameters(engine.module, modifier_rank=None if failure == "no modifier" else 0)
+    with pytest.raises(Error if failure == "no modifier" else ValueError, match=r"got no modifier_rank|mine"), gathered:
+        nn.init.zeros_(engine.module.embed.weight)
+        nn.init.zeros_(engine.module.head.weight)
+        if failure != "no modifier":
+            raise ValueError("mine")
+    if max_reuse_numel > 0:  # what was changed is still in memory
+        with pytest.raises(Error, match=r"embed\.weight was written to while it was gathered: got a change that would"):
+            engine._params.gatherer.invalidate()
+    for each in (engine, plain):
+        train(each, 2)
+    assert utils.params_sha256(engine.module) == utils.params_sha256(plain.module)
+
+
 def test_a_step_inside_unsharded_is_an_error():
     engine = build()
     engine.backward(engine(TOKENS))
