@@ -304,7 +304,7 @@ class ModelParams(ParamsForCore):
     def read_state(self, param: torch.nn.Parameter, kind: _core.StateKind) -> torch.Tensor:
         """A trained parameter's state of one kind, whole, in fp32. Collective."""
         self._take_write(self.index_of(param))
-        out = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
+        out = _tensor.shaped(torch.empty(param.numel(), dtype=torch.float32, device=self.device.torch), param)
         self._engine.read_state(self.index_of(param), kind, self.device.view(out))
         return out
 
@@ -318,7 +318,7 @@ class ModelParams(ParamsForCore):
         if kind == _core.StateKind.master:
             self.load(param, values)
             return
-        own = _tensor.shaped(torch.empty(param.numel(), device=self.device.torch), param)
+        own = _tensor.shaped(torch.empty(param.numel(), dtype=torch.float32, device=self.device.torch), param)
         with torch.no_grad():
             own.copy_(values)
         self._engine.write_state(self.index_of(param), kind, self.device.view(own))
@@ -327,7 +327,7 @@ class ModelParams(ParamsForCore):
         """The part of a trained parameter's state that this rank owns, 1-D. Local."""
         self._take_write(self.index_of(param))
         begin, end = self._engine.owned_range(self.index_of(param), kind)
-        out = torch.empty(end - begin, device=self.device.torch)
+        out = torch.empty(end - begin, dtype=torch.float32, device=self.device.torch)
         self._engine.read_owned_state(self.index_of(param), kind, self.device.view(out))
         return out
 

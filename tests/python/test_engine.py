@@ -9,6 +9,7 @@ import pytest
 import torch
 import zerocore
 from one_weight import config, one_weight, train
+from zerocore import utils
 from zerocore.config import LossScaleConfig, OptimizerConfig, PrecisionConfig
 from zerocore.errors import ConfigError, Error, NonFiniteError, UnsupportedError
 
@@ -183,6 +184,38 @@ def test_bf16_keeps_fp32_masters():
         engine.step()
     assert model.weight.dtype == torch.bfloat16
     assert model.weight.item() == 1 - 2.0**-8  # four updates, each too small for a bf16 weight of 1
+
+
+def test_states_are_read_and_written_in_fp32_whatever_torchs_default_dtype():
+    value = torch.full((1, 1), 1.2345678)
+    adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
+    engine = zerocore.Engine(one_weight(0.1), config(bf16={"enabled": True}, optimizer=adamw))
+    weight = engine.module.weight
+    mixed = zerocore.Engine(
+        one_weight(0.1),
+        zerocore.Config(
+            micro_batch_size=1,
+            precision=PrecisionConfig(dtype="fp32", compute_dtype="bf16"),
+            optimizer=OptimizerConfig(type="sgd"),
+        ),
+    )
+    assert torch.get_default_dtype() == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        utils.safe_set_full_optimizer_state(weight, value, "exp_avg")
+        utils.safe_set_full_fp32_param(weight, value)
+        states = [
+            utils.safe_get_full_optimizer_state(weight, "exp_avg"),
+            utils.safe_get_local_optimizer_state(weight, "exp_avg").view(1, 1),
+            utils.safe_get_full_fp32_param(weight),
+            utils.safe_get_local_fp32_param(weight).view(1, 1),
+        ]
+        kept = mixed.state_dict()["weight"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for state in states:
+        assert state.dtype == torch.float32 and torch.equal(state, value)
+    assert kept.dtype == torch.float32 and torch.equal(kept, torch.full((1, 1), 0.1))
 
 
 def test_values_written_to_the_model_reach_the_masters():
