@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as _torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocore import _comm, _core, _init, _memory, _other_state, _param_specs, _released
+from zerocore import _comm, _core, _init, _memory, _other_state, _param_specs, _released, _tensor
 from zerocore._released import ZeroParamStatus
 from zerocore._units import Unit, choose_units
 from zerocore.config import Config, _json
@@ -209,6 +209,7 @@ class GatheredParameters:
             if home is not None:
                 home.hold_param(param)
         self._versions = [p._version for p in self._params]
+        self._before = self._digests()
         return self
 
     def __exit__(
@@ -242,9 +243,18 @@ class GatheredParameters:
                 "and modifier_rank on every rank."
             )
 
+    def _digests(self) -> list[int]:
+        """Of the parameters, where changes are wanted: those through `.data` do not show in torch's versions.
+
+        Note: so a block with a modifier_rank reads what it has gathered twice more, on each rank.
+        """
+        return [0 if self._modifier_rank is None else _tensor.digest(p) for p in self._params]
+
     def _take_over(self) -> None:
         """Gives all ranks what the modifier rank has changed."""
-        here = bytes(p._version != version for p, version in zip(self._params, self._versions, strict=True))
+        now = zip(self._params, self._digests(), strict=True)
+        before = zip(self._versions, self._before, strict=True)
+        here = bytes((p._version, digest) != then for (p, digest), then in zip(now, before, strict=True))
         root = self._modifier_rank
         if root is None:
             if any(here):

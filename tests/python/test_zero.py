@@ -686,6 +686,56 @@ def test_gathered_parameters_with_other_lists_or_changes_elsewhere(world_size):
             nn.init.zeros_(module.head.weight)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("stage", "share"), [(0, False), (1, False), (1, True), (3, False)])
+@pytest.mark.parametrize("root", [0, -1])
+def test_gathered_parameters_takes_over_writes_through_data(stage, share, root, world_size):
+    """As Hugging Face's _init_weights() makes them; torch's version counters do not show them."""
+    engine = build(stage=stage, share_parameters=share, precision={"dtype": "bf16"})
+    root %= world_size
+    weight = engine.module.head.weight
+    before = utils.safe_get_full_fp32_param(engine.module.embed.weight)
+    engine.comm.barrier("built").wait()
+    with zero.GatheredParameters(engine.module, modifier_rank=root):
+        if engine.rank == root:
+            weight.data.fill_(root + 0.5)
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full_like(weight, root + 0.5))
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), torch.full((16, 64), root + 0.5))
+    assert torch.equal(utils.safe_get_full_fp32_param(engine.module.embed.weight), before)  # unrounded still
+    train(engine)
+    digests = engine.comm.gather_bytes(bytes.fromhex(utils.params_sha256(engine.module)), "compare")
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gathered_parameters_finds_writes_through_data_elsewhere(stage, world_size):
+    engine = build(stage=stage)
+    weight = engine.module.head.weight
+    elsewhere = zero.GatheredParameters(weight, modifier_rank=0)
+    with pytest.raises(Error, match=r"head\.weight was changed on a rank other than modifier_rank=0"), elsewhere:
+        if engine.rank == 1:
+            weight.data.zero_()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("root", [0, 1])
+def test_gathered_parameters_takes_over_writes_through_data_after_init(root, world_size):
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+        for param in (model[0].weight, model[0].bias):  # sharded since the second module was made
+            with zero.GatheredParameters(param, modifier_rank=root):
+                if _comm.world().rank == root:
+                    param.data.fill_(root + 0.5)
+    with zero.GatheredParameters(model[1].bias, modifier_rank=root):
+        if _comm.world().rank == root:
+            model[1].bias.data.fill_(2.5)
+    with zero.GatheredParameters(model):
+        assert model[0].weight.eq(root + 0.5).all() and model[0].bias.eq(root + 0.5).all()
+        assert model[1].bias.eq(2.5).all()
+
+
 def test_gathered_parameters_without_a_modifier_may_not_be_changed():
     engine = build()
     gathered = zero.GatheredParameters(engine.module.head.weight)
