@@ -13,6 +13,7 @@ import torch
 
 from zerocore import _core, _released, _tensor
 from zerocore._accumulation import Weights
+from zerocore._attachment import Attachment
 from zerocore._device import Host
 from zerocore._foreign import ForeignOptimizer
 from zerocore._gathering import UnitGatherer
@@ -80,6 +81,7 @@ class ModelParams(ParamsForCore):
             numbered = [(i, self.names[i], p) for i, p in enumerate(self.params) if self._is_trained[i]]
             self._foreign = ForeignOptimizer(optimizer.source, self._engine, numbered, device)
         self._half_updated = False
+        self._attachment = Attachment(model, {id(p): name for name, p in zip(self.names, self.params, strict=True)})
         self._homes = [self.params[i].data_ptr() for i in self._in_place]
         self._versions = {i: self.params[i]._version for i in self._in_place}
         named = zip(self.names, self.params, strict=True)
@@ -156,12 +158,13 @@ class ModelParams(ParamsForCore):
             )
         if self.closed:
             raise ConfigError("[engine] the engine was closed, expected one that is open. Build a new one to train on.")
+        self._attachment.check()
         for index, home in zip(self._in_place, self._homes, strict=True):
             if self.params[index].data_ptr() != home:
                 raise ConfigError(
                     f"[engine] parameter {self.names[index]} no longer lies in the engine's memory: it was given other "
-                    "storage (p.data = ..., model.to(), load_state_dict(assign=True)). Copy values in place instead, "
-                    "as in p.copy_(values), or build a new engine."
+                    "storage (p.data = ..., model.to()). Copy values in place instead, as in p.copy_(values), or build "
+                    "a new engine."
                 )
         for name, param in self._not_trained:
             if param.requires_grad and name not in self._told_not_trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -532,6 +533,68 @@ def test_model_and_engine_that_came_apart():
     zerocore.Engine(first.module, config())
     with pytest.raises(ConfigError, match=r"\[engine\] the engine was closed"):
         first.backward(first.module(torch.ones(1, 1)).sum())
+
+
+def pair():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def stage_config(stage):
+    return config(zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0})
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("0.weight", lambda m, values: m.load_state_dict(values, assign=True)),
+        ("1.weight", lambda m, values: setattr(m[1], "weight", torch.nn.Parameter(torch.zeros(4, 4)))),
+        ("1.weight", lambda m, values: m.__setitem__(1, torch.nn.Linear(4, 4))),
+        ("1.bias", lambda m, values: m[1].register_parameter("bias", None)),
+    ],
+    ids=["assign", "parameter", "module", "none"],
+)
+def test_a_parameter_that_was_replaced_is_an_error(stage, name, change):
+    model = pair()
+    values = copy.deepcopy(model.state_dict())
+    engine = zerocore.Engine(model, stage_config(stage))
+    train_pair(engine)
+    change(model, values)
+    with pytest.raises(ConfigError, match=rf"\[engine\] parameter {name} of the model is no longer the one that the"):
+        train_pair(engine)
+
+
+def train_pair(engine):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+
+
+def test_a_tied_parameter_that_was_replaced_under_one_name_is_an_error():
+    model = pair()
+    model[1].weight = model[0].weight
+    engine = zerocore.Engine(model, config())
+    model[1].weight = torch.nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ConfigError, match=r"\[engine\] parameter 1\.weight of the model is no longer the one"):
+        train_pair(engine)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[1], "weight", m[0].weight),  # tied later
+        lambda m: torch.nn.utils.spectral_norm(m[1]),  # moves it to another name
+        lambda m: m.__setitem__(1, torch.nn.Sequential(m[1])),  # wraps its module
+        lambda m: m.__delitem__(1),
+    ],
+)
+def test_parameters_that_have_only_moved_train_on(change):
+    model = pair()
+    engine = zerocore.Engine(model, config())
+    change(model)
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        train_pair(engine)
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_a_parameter_unfrozen_later_is_warned_of_once(caplog):
