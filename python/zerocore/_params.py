@@ -184,7 +184,7 @@ class ModelParams(ParamsForCore):
         arguments: dict[str, Any] = {
             "divisor": divisor,
             "max_norm": max_norm,
-            "settings": zlib.crc32(repr(written).encode()),
+            "settings": zlib.crc32(repr(self._fingerprints(written)).encode()),
             "stop": stop,
             "weights": weights.given,
             "weights_missing": weights.missing,
@@ -198,6 +198,11 @@ class ModelParams(ParamsForCore):
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
             self._versions = {i: self.params[i]._version for i in self._in_place}
         return bool(stopped)
+
+    def _fingerprints(self, written: list[int]) -> list[tuple[int, int]]:
+        """What users have written, for ranks to compare: such parameters are whole on each. Shared ones exist once."""
+        shared = self.core_arguments["share_parameters"]
+        return [(i, 0 if shared else _tensor.digest(self.params[i])) for i in written]
 
     def result(self) -> StepOutcome:
         """How the last step went. Waits for its norm. Local."""

@@ -454,3 +454,21 @@ def test_a_learning_rate_or_a_write_on_one_rank_only(stage):
         torch.nn.init.zeros_(engine.module.weight)
     with pytest.raises(ConfigError, match="parameters written by hand on some rank"):
         train(engine, 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_write_of_other_values_on_each_rank(stage, dtype):
+    """Stage 3 keeps a parameter as small as this one whole on each rank."""
+    engine = zerocore.Engine(one_weight(8.0), config(zero_optimization={"stage": stage}, **dtype))
+    weight = engine.module.weight
+    for value, expected in ((2.0, 1.5), (4.0, 3.5)):
+        torch.nn.init.constant_(weight, value)
+        engine.backward(engine(torch.ones(1, 1, dtype=weight.dtype)).sum())
+        engine.step()
+        assert weight.item() == expected
+    torch.nn.init.constant_(weight, rank() + 1.0)
+    engine.backward(engine(torch.ones(1, 1, dtype=weight.dtype)).sum())
+    with pytest.raises(ConfigError, match=r"other learning rates, .* or parameters written by hand on some rank"):
+        engine.step()
