@@ -44,10 +44,13 @@ class Optimizer(torch.optim.Optimizer):
         param_groups: as in torch.optim; `lr`, `weight_decay` and the like may be changed between steps.
         overflow: whether the last step was skipped, since gradients were not finite.
         loss_scale: as the next step will use it.
+        has_gradients: there are some that no step has used yet.
     """
 
     overflow = False
     loss_scale = 1.0
+    _built = False
+    _told_kept = False
 
     def __init__(
         self,
@@ -61,7 +64,9 @@ class Optimizer(torch.optim.Optimizer):
         self.type = type
         self.source = source
         self.foreign = foreign
+        self.has_gradients = False
         super().__init__(params, defaults)
+        self._built = True
 
     @property
     def cur_scale(self) -> float:
@@ -98,8 +103,23 @@ class Optimizer(torch.optim.Optimizer):
             "engine.load_checkpoint(), or zerocore.utils.safe_set_full_optimizer_state() for one parameter's."
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ConfigError: the core has its groups."""
+        if self._built:
+            raise ConfigError(
+                "[optimizer] add_param_group: got a call after the engine was built, expected all groups before. Build "
+                "a new engine to add groups."
+            )
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: `engine.step()` starts from zero, `engine.zero_grad()` drops what is pending."""
+        if self.has_gradients and not self._told_kept:
+            self._told_kept = True
+            logger.warning(
+                "[optimizer] zero_grad: got a call with gradients that no step has used yet: they are kept. Call "
+                "engine.zero_grad() to drop them."
+            )
 
     def hypers(self) -> list[Any]:
         """The groups' hyperparameters for the core, in group order.

@@ -135,6 +135,7 @@ class ModelParams(ParamsForCore):
         self._check_homes()
         self.follow()
         self.gradients.begin_micro_step(has_micro_batch=has_micro_batch)
+        self._optimizer.has_gradients |= has_micro_batch
 
     def end_micro_step(self, *, drop: bool = False) -> None:
         """Ends it. drop: gradients that the user has removed or changed meanwhile are no error."""
@@ -193,6 +194,7 @@ class ModelParams(ParamsForCore):
             stopped = self._engine.step(self._optimizer.hypers(), **arguments)
         else:
             stopped = self._foreign_step(self._foreign, arguments)
+        self._optimizer.has_gradients = False
         if self.runs_behind or not self._engine.result().skipped:
             trained = [p for p, is_trained in zip(self.params, self._is_trained, strict=True) if is_trained]
             torch.autograd.graph.increment_version(trained)  # torch must see the core's writes
@@ -245,7 +247,19 @@ class ModelParams(ParamsForCore):
 
     def _check_groups(self) -> None:
         """The optimizer's groups must hold the parameters that they held when the engine was built."""
-        for index, (group, then) in enumerate(zip(self._optimizer.param_groups, self._grouped, strict=False)):
+        groups, source = self._optimizer.param_groups, self._optimizer.source
+        if source is not None and source.param_groups is not groups:
+            raise ConfigError(
+                "[engine] the optimizer's list of parameter groups is another one than when the engine was built: got "
+                "one that the engine does not read (optimizer.load_state_dict(), optimizer.param_groups = ...), "
+                "expected the same. Change the groups' values in place, and load state with engine.load_checkpoint()."
+            )
+        if len(groups) != len(self._grouped):
+            raise ConfigError(
+                f"[engine] the number of parameter groups changed: got {len(groups)}, expected {len(self._grouped)}. "
+                "Build a new engine to add or remove groups."
+            )
+        for index, (group, then) in enumerate(zip(groups, self._grouped, strict=True)):
             now = [id(p) for p in group["params"]]
             if now != then:
                 raise ConfigError(
@@ -257,6 +271,7 @@ class ModelParams(ParamsForCore):
     def zero_grad(self) -> None:
         """Drops everything that was folded since the last step."""
         self._engine.zero_grad()
+        self._optimizer.has_gradients = False
 
     def take_writes(self) -> list[int]:
         """Masters follow values that were written to the model, by load_state_dict() for one. Returns which. Local."""

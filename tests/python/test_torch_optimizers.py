@@ -300,3 +300,74 @@ def test_neither_an_optimizer_nor_a_function():
         zerocore.Engine(one_weight(), config(), optimizer=lambda params: 3)
     with pytest.raises(ConfigError, match=r"got 'adam', expected a torch\.optim\.Optimizer or a function"):
         zerocore.Engine(one_weight(), config(), optimizer="adam")
+
+
+# The optimizer that was handed in, after the engine was built
+
+OWN = {
+    "a twin": lambda p: torch.optim.SGD(p, lr=0.5),
+    "on shards": lambda p: torch.optim.RMSprop(p, lr=0.5),
+}
+
+
+def engine_of(make_optimizer):
+    """An engine with two groups, and the optimizer that it got."""
+    model = torch.nn.Sequential(one_weight(), one_weight())
+    optimizer = make_optimizer([{"params": [p]} for p in model.parameters()])
+    return zerocore.Engine(model, config(zero_allow_untested_optimizer=True), optimizer=optimizer), optimizer
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda o: o.load_state_dict(o.state_dict()),
+            r"\[engine\] the optimizer's list of parameter groups is another",
+        ),
+        (lambda o: setattr(o, "param_groups", list(o.param_groups)), "list of parameter groups is another one"),
+        (lambda o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}), "groups changed: got 3, exp"),
+        (lambda o: o.param_groups.pop(), r"\[engine\] the number of parameter groups changed: got 1, expected 2"),
+    ],
+    ids=["loaded", "replaced", "added", "removed"],
+)
+def test_changes_of_its_groups_that_the_engine_would_not_see(kind, change, message):
+    engine, optimizer = engine_of(OWN[kind])
+    before = values(engine)
+    change(optimizer)
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigError, match=message):
+        engine.step()
+    assert all(map(torch.equal, before, values(engine)))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_groups_cannot_be_added_to_the_engines_optimizer(kind):
+    engine, _ = engine_of(OWN[kind])
+    with pytest.raises(ConfigError, match=r"\[optimizer\] add_param_group: got a call after the engine was built"):
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(engine.optimizer.param_groups) == 2
+
+
+def test_zero_grad_of_the_engines_optimizer_says_once_that_it_keeps_gradients(caplog):
+    engine = zerocore.Engine(one_weight(), config(gradient_accumulation_steps=2))
+
+    def told():
+        return sum("engine.zero_grad() to drop them" in r.message for r in caplog.records)
+
+    for _ in range(2):
+        engine.optimizer.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+    engine.optimizer.zero_grad()
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.zero_grad()
+    engine.optimizer.zero_grad()
+    assert told() == 0
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.optimizer.zero_grad()
+        engine.step()
+        assert told() == 1
+    assert engine.module.weight.item() == 8 - 3 * 0.5
