@@ -305,5 +305,5 @@ class Calls(EnginePart):
 def _no_tiers(call: str) -> NoReturn:
     raise UnsupportedError(
         f"[engine] {call}: got a call to move states between tiers of memory, expected none: this version "
-        "does not move them. Call destroy() to free an engine's memory."
+        "does not move them. Call destroy() and delete the engine to free its memory; in stage 3 its model, too."
     )

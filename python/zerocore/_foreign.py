@@ -65,7 +65,8 @@ class ForeignOptimizer:
             if begin < end:
                 self._begins[index] = begin
                 master = _own(device, core.state_memory(index, _core.StateKind.master, begin, end))
-                self._shards[index] = torch.nn.Parameter(master)
+                self._shards[index] = shard = torch.nn.Parameter(master)
+                shard._zc_core = core  # type: ignore[attr-defined]  # the source keeps the shard
                 self._grads[index] = _own(device, core.state_memory(index, _core.StateKind.grad, begin, end))
 
     def step(self) -> None:

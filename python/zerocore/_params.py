@@ -471,6 +471,9 @@ class ModelParams(ParamsForCore):
         self.gradients.close()
         self.gatherer.close()
         self.closed = True
+        for param in self.params:  # else the model would keep the core, and all its states, alive
+            if getattr(param, "_zc_owner", None) is self:
+                del param._zc_owner  # type: ignore[attr-defined]
 
 
 class StepOutcome:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
+import weakref
 
 import pytest
 import torch
@@ -704,6 +706,22 @@ def test_close_gives_the_model_back():
     model(torch.ones(1, 1)).sum().backward()
     assert model.weight.grad.item() == 1
     assert model.weight.item() == 7
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_closed_engine_is_not_kept_by_its_model(stage):
+    model = one_weight()
+    engine = zerocore.Engine(model, config(zero_optimization={"stage": stage}))
+    train(engine, 2)
+    held = weakref.ref(engine._params)
+    engine.close()
+    del engine
+    gc.collect()
+    assert held() is None
+    assert model.weight.item() == 7
+    again = zerocore.Engine(model, config(zero_optimization={"stage": stage}))
+    train(again, 2)
+    assert model.weight.item() == 6
 
 
 def test_groups_changed_after_the_engine_was_built():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import zerocore
@@ -371,3 +374,16 @@ def test_zero_grad_of_the_engines_optimizer_says_once_that_it_keeps_gradients(ca
         engine.step()
         assert told() == 1
     assert engine.module.weight.item() == 8 - 3 * 0.5
+
+
+def test_its_shards_outlive_the_engine():
+    engine, optimizer = engine_of(OWN["on shards"])
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.step()
+    model = engine.module
+    engine.close()
+    core = weakref.ref(engine._params.core)
+    del engine
+    gc.collect()
+    assert core() is not None
+    assert [each.item() for each in optimizer.state] == [p.item() for p in model.parameters()]
