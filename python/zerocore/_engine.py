@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -239,8 +238,12 @@ class Engine(WholeModel, Saving, Calls):
         self._accumulation.set_divided(not scale_wrt_gas)
         self._check_forwards()
         self._begin_micro_step()
-        before = dataclasses.replace(self._weights, given=[*self._weights.given])
-        weighed, losses = self._weighed, len(self._losses)
+        weighed, losses, given, missing = (
+            self._weighed,
+            len(self._losses),
+            len(self._weights.given),
+            self._weights.missing,
+        )
         backward, around = Backward(weight), Backward.under_way
         try:
             self._weigh(backward)
@@ -258,8 +261,8 @@ class Engine(WholeModel, Saving, Calls):
                         "micro-batch are partly in, on this rank only"
                     )
             if self._broken_by is None:
-                self._weights, self._weighed, self._in_vain = before, weighed, weighed is None
-                del self._losses[losses:]
+                self._weighed, self._in_vain, self._weights.missing = weighed, weighed is None, missing
+                del self._losses[losses:], self._weights.given[given:]
             raise
         finally:
             Backward.under_way = around

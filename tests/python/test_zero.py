@@ -636,22 +636,32 @@ def test_state_dict_equals_the_plain_one_and_can_be_loaded(precision, world_size
         fresh.load_state_dict(states[1] | {"scale": torch.ones(2)})
 
 
+def write_through_data(param, value):
+    """As Hugging Face's _init_weights() does; torch's version counters do not show it."""
+    param.data.fill_(value)
+
+
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(("stage", "share"), [(0, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("stage", "share"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("root", [0, -1])
-def test_gathered_parameters_takes_over_the_modifier_ranks_values(stage, share, root, world_size):
+@pytest.mark.parametrize("write", [nn.init.constant_, write_through_data])
+def test_gathered_parameters_takes_over_the_modifier_ranks_values(stage, share, root, write, world_size):
     engine = build(stage=stage, share_parameters=share, precision={"dtype": "bf16"})
     root %= world_size
     weight = engine.module.head.weight
     before = utils.safe_get_full_fp32_param(engine.module.embed.weight)
+    engine.comm.barrier("built").wait()
     with zero.GatheredParameters(engine.module, modifier_rank=root):
         if engine.rank == root:
-            nn.init.constant_(weight, root + 0.5)
-    with engine.unsharded():
-        assert torch.equal(weight, torch.full_like(weight, root + 0.5))
+            write(weight, root + 0.5)
+    for whole in (engine.unsharded(), zero.GatheredParameters(weight)):
+        with whole:
+            assert torch.equal(weight, torch.full_like(weight, root + 0.5))
     assert torch.equal(utils.safe_get_full_fp32_param(weight), torch.full((16, 64), root + 0.5))
     assert torch.equal(utils.safe_get_full_fp32_param(engine.module.embed.weight), before)  # unrounded still
     train(engine)
+    digests = engine.comm.gather_bytes(bytes.fromhex(utils.params_sha256(engine.module)), "compare")
+    assert len(set(digests)) == 1
 
 
 @pytest.mark.ranks(1, 2)
@@ -684,28 +694,6 @@ def test_gathered_parameters_with_other_lists_or_changes_elsewhere(world_size):
     with pytest.raises(Error, match=r"head\.weight was changed on a rank other than modifier_rank=0"), elsewhere:
         if rank == 1:
             nn.init.zeros_(module.head.weight)
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(("stage", "share"), [(0, False), (1, False), (1, True), (3, False)])
-@pytest.mark.parametrize("root", [0, -1])
-def test_gathered_parameters_takes_over_writes_through_data(stage, share, root, world_size):
-    """As Hugging Face's _init_weights() makes them; torch's version counters do not show them."""
-    engine = build(stage=stage, share_parameters=share, precision={"dtype": "bf16"})
-    root %= world_size
-    weight = engine.module.head.weight
-    before = utils.safe_get_full_fp32_param(engine.module.embed.weight)
-    engine.comm.barrier("built").wait()
-    with zero.GatheredParameters(engine.module, modifier_rank=root):
-        if engine.rank == root:
-            weight.data.fill_(root + 0.5)
-    with zero.GatheredParameters(weight):
-        assert torch.equal(weight, torch.full_like(weight, root + 0.5))
-    assert torch.equal(utils.safe_get_full_fp32_param(weight), torch.full((16, 64), root + 0.5))
-    assert torch.equal(utils.safe_get_full_fp32_param(engine.module.embed.weight), before)  # unrounded still
-    train(engine)
-    digests = engine.comm.gather_bytes(bytes.fromhex(utils.params_sha256(engine.module)), "compare")
-    assert len(set(digests)) == 1
 
 
 @pytest.mark.ranks(2)
