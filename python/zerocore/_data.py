@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from zerocore._random import GOLDEN, mix
 from zerocore.config import ResolvedConfig
 from zerocore.errors import ConfigError, UnsupportedError
 
-_MASK = 2**64 - 1
 _END = object()  # of an iteration
 
 
@@ -93,16 +93,8 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:
     """The order of an epoch: a permutation of range(num_samples), int64, the same on every rank."""
-    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+    generator = torch.Generator().manual_seed(mix(seed * GOLDEN + epoch + 1))  # not that of (epoch, seed)
     return torch.randperm(num_samples, generator=generator)
-
-
-def _mixed(seed: int, epoch: int) -> int:
-    """One seed out of two, such that (1, 2) and (2, 1) differ: the finalizer of SplitMix64 (Steele et al. 2014)."""
-    bits = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & _MASK
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
-    return bits ^ (bits >> 31)
 
 
 class MicroBatchLoader(DataLoader[Any]):

@@ -238,10 +238,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if (path / MANIFEST).exists():
         return Checkpoint(path)
-    found = candidates(path)
+    return Checkpoint(some_candidates(path)[0])
+
+
+def some_candidates(dir: Path) -> list[Path]:
+    """The same as candidates(), of which there must be one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = candidates(dir)
     if not found:
         raise CheckpointError(
-            f"[ckpt] {path}: got no checkpoint, expected one, or a folder with checkpoints. Give the folder that holds "
+            f"[ckpt] {dir}: got no checkpoint, expected one, or a folder with checkpoints. Give the folder that holds "
             f"{MANIFEST}, or the one above it."
         )
-    return Checkpoint(found[0])
+    return found

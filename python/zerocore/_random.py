@@ -11,9 +11,12 @@ _MASK = (1 << 64) - 1
 _CPU = torch.device("cpu")
 
 
-def _mix(value: int) -> int:
+GOLDEN = 0x9E3779B97F4A7C15  # what splitmix64 adds before each call of the below
+
+
+def mix(value: int) -> int:
     """The finaliser of splitmix64 (Steele, Lea & Flood 2014): a bijection of 64 bits in which every bit matters."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -23,7 +26,7 @@ def named_seed(*names: int) -> int:
     """A 64-bit seed from a tuple of integers."""
     state = 0
     for name in names:
-        state = _mix(state ^ (name & _MASK))
+        state = mix((state ^ (name & _MASK)) + GOLDEN)
     return state
 
 

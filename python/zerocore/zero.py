@@ -174,6 +174,7 @@ class GatheredParameters:
     Args:
         params: parameters, or one; or a module, for all of its own.
         modifier_rank: the rank whose changes all ranks take over when the block ends. None: nobody may change anything.
+        fwd_module: a module whose forward uses the parameters: each is given to register_external_parameter() with it.
         enabled: False: nothing is done.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zerocore._load import MANIFEST, Checkpoint, candidates, latest_name, newest_first
+from zerocore._load import MANIFEST, Checkpoint, latest_name, newest_first, some_candidates
 from zerocore._manifest import Entry, Manifest
 from zerocore.errors import CheckpointError, UnsupportedError
 
@@ -28,11 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = _inspected(path, verify=arguments.verify)
         print(json.dumps(found, indent=2) if arguments.json else "\n".join(_details(found)))
         return _complain([found])
-    if not candidates(path):
-        raise CheckpointError(
-            f"[ckpt] {path}: got no checkpoint, expected one, or a folder with checkpoints. Give the folder that holds "
-            f"{MANIFEST}, or the one above it."
-        )
+    some_candidates(path)
     latest = latest_name(path)
     every = [_inspected(each, verify=arguments.verify) for each in newest_first(path)]
     if latest is not None and latest not in [found["name"] for found in every]:
