@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "zc/base/error.h"
 #include "zc/device/kernels.h"

@@ -3,8 +3,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <memory>
-#include <span>
 #include <vector>
 
 #include "zc/base/buffer_view.h"

@@ -3,8 +3,6 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <mutex>
 #include <utility>
 #include <vector>

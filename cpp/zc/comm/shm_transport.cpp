@@ -12,6 +12,7 @@
 #include <random>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "zc/base/error.h"
 #include "zc/comm/call_header.h"

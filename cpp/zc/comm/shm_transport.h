@@ -6,7 +6,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "zc/comm/communicator.h"
 #include "zc/comm/transport.h"

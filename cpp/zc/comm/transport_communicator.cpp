@@ -1,7 +1,6 @@
 #include "zc/comm/transport_communicator.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <numeric>
 #include <optional>

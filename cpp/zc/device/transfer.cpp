@@ -1,5 +1,6 @@
 #include "zc/device/transfer.h"
 
+#include <chrono>
 #include <thread>
 
 namespace zc::device {

@@ -1,7 +1,6 @@
 // Small values that go between host and device without anybody waiting.
 #pragma once
 
-#include <chrono>
 #include <memory>
 
 #include "zc/device/device.h"

@@ -3,7 +3,6 @@
 
 #include <array>
 #include <string>
-#include <vector>
 
 #include "zc/base/buffer_view.h"
 #include "zc/base/memory.h"

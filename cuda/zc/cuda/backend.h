@@ -36,7 +36,8 @@ std::shared_ptr<comm::Communicator> make_communicator(std::shared_ptr<comm::Comm
 // "NCCL 2.27.3 (/opt/nccl/libnccl.so.2)", which it loads; see Options::nccl_path.
 std::string nccl(const std::string& path);
 
-// Returns when no collective of this process is under way on a device; false after `limit`.
+// Returns when no collective of this process is under way on a device, and all that their threads were to drop is gone;
+// false after `limit`.
 bool wait_until_idle(std::chrono::milliseconds limit);
 
 }  // namespace zc::cuda

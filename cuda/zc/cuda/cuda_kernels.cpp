@@ -1,7 +1,6 @@
 #include "zc/cuda/cuda_kernels.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "zc/base/error.h"

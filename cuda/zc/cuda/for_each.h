@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "zc/base/half.h"
 #include "zc/base/host_device.h"

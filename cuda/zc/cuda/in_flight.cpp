@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "zc/base/error.h"
+#include "zc/cuda/backend.h"
 #include "zc/cuda/cuda_device.h"
 
 namespace zc::cuda {

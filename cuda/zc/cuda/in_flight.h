@@ -92,7 +92,4 @@ void drop_elsewhere(std::shared_ptr<void> what);
 // The same on a thread that nothing else waits for.
 void drop_by_itself(std::shared_ptr<void> what);
 
-// Returns when nothing is in flight in this process and everything dropped is gone; false after `limit`. For tests.
-bool wait_until_idle(std::chrono::milliseconds limit);
-
 }  // namespace zc::cuda

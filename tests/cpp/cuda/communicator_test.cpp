@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <bit>
-#include <cmath>
-#include <cstring>
 #include <numeric>
 
 #include "cuda/machine.h"

@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <limits>
-#include <thread>
 
 #include "cuda/machine.h"
 #include "engine/training.h"

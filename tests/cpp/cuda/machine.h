@@ -12,8 +12,8 @@
 #include "cuda/fake_nccl.h"
 #include "cuda/simulation.h"
 #include "support/ranks.h"
+#include "zc/cuda/backend.h"
 #include "zc/cuda/cuda_kernels.h"
-#include "zc/cuda/in_flight.h"
 #include "zc/cuda/nccl_communicator.h"
 
 namespace zc::cuda {

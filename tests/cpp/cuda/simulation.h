@@ -12,9 +12,7 @@
 // From any thread. Threads that only look after others' work ("zc-cuda") make nothing go on by asking.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
